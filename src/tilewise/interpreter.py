@@ -1,0 +1,172 @@
+"""Triton's interpreter, repaired: kernels on CPU tensors, in NumPy, for machines without a GPU.
+
+As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, and with NumPy 2.4 fails on `range(tensor)` (3.6).
+`use_where_no_gpu` chooses interpretation for this process, before triton is imported; `repair` mends it, after.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def use_where_no_gpu() -> bool:
+    """Have triton interpret kernels where torch sees no GPU. Call before anything imports triton; returns whether kernels are interpreted.
+
+    A TRITON_INTERPRET that is already set is left as it is.
+    """
+    if "TRITON_INTERPRET" not in os.environ:
+        import torch
+
+        if torch.cuda.is_available():
+            return False
+        if "triton" in sys.modules:
+            raise RuntimeError(
+                "triton is already imported, and reads TRITON_INTERPRET only then: call tilewise.interpreter.use_where_no_gpu() first, "
+                "or set TRITON_INTERPRET=1 in the environment"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    return os.environ["TRITON_INTERPRET"].lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def repair() -> None:
+    """Mend the interpreter of this process; a second call does nothing."""
+    _repair_range()
+    _repair_bf16_arithmetic()
+    _repair_bf16_reductions()
+
+
+def _repair_range() -> None:
+    """`for i in range(tensor)`: NumPy 2.4 no longer turns an array of one element into an integer."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def widen_bf16(bits: Any) -> Any:
+    """uint16 bits of bf16 -> the same values in fp32."""
+    import numpy as np
+
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def round_to_bf16(values: Any) -> Any:
+    """Numbers -> bits of the nearest bf16, ties to even; NaN stays NaN."""
+    import numpy as np
+
+    values = np.ascontiguousarray(np.asarray(values, np.float32))
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _is_bf16(handle: Any) -> bool:
+    import triton.language as tl
+
+    return getattr(getattr(handle, "dtype", None), "scalar", None) == tl.bfloat16
+
+
+def _widened(handle: Any) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _narrowed(values: Any) -> Any:
+    """A handle of bf16 from numbers; comparisons stay booleans."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(values if values.dtype == np.bool_ else round_to_bf16(values), tl.bfloat16)
+
+
+def _repair_bf16_arithmetic() -> None:
+    """Element-wise work, casts, FMA and dot: widen to fp32, compute, round once."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    handle_of = interpreter.TensorHandle
+
+    def wrap(name: str, needed: Callable[..., bool], repaired: Callable[..., Any]) -> None:
+        original = getattr(builder, name)
+
+        def method(self: Any, *args: Any) -> Any:
+            return repaired(original, self, *args) if needed(*args) else original(self, *args)
+
+        setattr(builder, name, method)
+
+    def any_bf16(*args: Any) -> bool:
+        return any(_is_bf16(arg) for arg in args)
+
+    def compute(_original: Any, _self: Any, *args: Any) -> Any:
+        *operands, operation = args
+        return _narrowed(operation(*(_widened(operand).data for operand in operands)))
+
+    def cast(original: Any, self: Any, source: Any, dtype: Any) -> Any:
+        if _is_bf16(source):
+            if dtype.scalar == tl.bfloat16:
+                return original(self, source, dtype)
+            return handle_of(widen_bf16(source.data).astype(interpreter._get_np_dtype(dtype)), dtype.scalar)
+        return handle_of(round_to_bf16(source.data), dtype.scalar)
+
+    def fma(_original: Any, _self: Any, x: Any, y: Any, z: Any) -> Any:
+        return _narrowed(widen_bf16(x.data).astype(np.float64) * widen_bf16(y.data) + widen_bf16(z.data))
+
+    def dot(original: Any, self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, _widened(a), _widened(b), *rest)
+
+    wrap("binary_op", any_bf16, compute)
+    wrap("unary_op", any_bf16, compute)
+    # np.where moves bits unchanged: as it comes it is right.
+    wrap("ternary_op", lambda a, b, c, operation: operation is not np.where and any_bf16(a, b, c), compute)
+    wrap("cast_impl", lambda source, dtype: any_bf16(source) or dtype.scalar == tl.bfloat16, cast)
+    wrap("create_fma", any_bf16, fma)
+    wrap("create_dot", any_bf16, dot)
+    builder.get_bf16 = lambda self, value: _narrowed(np.array([value], np.float32))
+
+
+def _repair_bf16_reductions() -> None:
+    """Reductions and scans of bf16: in fp32, the result rounded once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def widen(tensor: Any) -> Any:
+        if tensor.dtype != tl.bfloat16:
+            return tensor
+        return tl.core.tensor(_widened(tensor.handle), tl.block_type(tl.float32, list(tensor.handle.data.shape)))
+
+    def narrow(tensor: Any, dtype: Any) -> Any:
+        if dtype != tl.bfloat16 or tensor.dtype != tl.float32:
+            return tensor
+        handle = _narrowed(tensor.handle.data)
+        block = tl.block_type(tl.bfloat16, list(handle.data.shape)) if tensor.type.is_block() else tl.bfloat16
+        return tl.core.tensor(handle, block)
+
+    def wrap(cls: Any) -> None:
+        original = cls.apply_impl
+
+        def apply_impl(self: Any, value: Any) -> Any:
+            if not isinstance(value, tuple | list):
+                return narrow(original(self, widen(value)), value.dtype)
+            result = original(self, type(value)(widen(item) for item in value))
+            if not isinstance(result, tuple | list):
+                return narrow(result, value[0].dtype)
+            return type(result)(narrow(item, given.dtype) for item, given in zip(result, value, strict=True))
+
+        cls.apply_impl = apply_impl
+
+    wrap(interpreter.ReduceOps)
+    wrap(interpreter.ScanOps)

@@ -1,0 +1,1 @@
+"""Host helpers that every launcher shares."""

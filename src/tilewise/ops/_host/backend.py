@@ -1,0 +1,66 @@
+"""Which implementation runs a call: `triton`, `cpu` or `reference`."""
+
+import functools
+import os
+
+import torch
+
+BACKENDS = ("triton", "cpu", "reference")
+MINIMUM_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """Whether this process runs Triton kernels through Triton's interpreter, on CPU tensors."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def resolve_backend(requested: str | None, device: torch.device) -> str:
+    """The backend to use: the one asked for (argument, then TILEWISE_BACKEND), else by device. It runs or raises; it never falls back."""
+    source = "backend"
+    if requested is None and os.environ.get("TILEWISE_BACKEND"):
+        requested, source = os.environ["TILEWISE_BACKEND"], "TILEWISE_BACKEND"
+    name = requested or ("cpu" if device.type == "cpu" else "triton")
+    if name not in BACKENDS:
+        raise ValueError(f"{source} is {name!r}: expected one of {', '.join(BACKENDS)}")
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"{source} is 'cpu' and the tensors are on {device}: move them to the CPU, or leave {source} out to use 'triton'")
+    if name == "triton":
+        _check_triton(device, source)
+    return name
+
+
+def _check_triton(device: torch.device, source: str) -> None:
+    if device.type == "cpu":
+        if not interpreting():
+            raise ValueError(
+                f"{source} is 'triton' and the tensors are on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported "
+                "to interpret the kernels, or use backend='cpu'"
+            )
+    elif device.type == "cuda":
+        if interpreting():
+            raise ValueError(f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move them to the CPU")
+        check_capability(device)
+    else:
+        raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
+
+
+@functools.cache
+def check_capability(device: torch.device) -> None:
+    """Raise where the GPU is older than the kernels support."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}: tilewise's kernels need "
+            f"{MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or newer; use backend='reference'"
+        )
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number, 90 for an H100. Interpreted kernels take the tiles of 90, so that tests run what GPUs run."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,116 @@
+"""Argument checks. Each error says what was expected, what came and what to do."""
+
+import itertools
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+
+MAX_CHANNELS = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`q [2, 128, 8, 64], k [2, 128, 4, 64]`: what came, for the end of a message."""
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+
+
+def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, fp64: bool) -> None:
+    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
+    got = shapes_of(tensors)
+    dtypes = (*DTYPES, torch.float64) if fp64 else DTYPES
+    for name, x in tensors.items():
+        if x.dim() != (3 if packed else 4):
+            layout = "[N, H, D], packed, since cu_seqlens_q is given" if packed else "[B, T, H, D] (give cu_seqlens_q for packed [N, H, D])"
+            raise ValueError(f"{name} has {x.dim()} dimensions: expected {layout} (got shapes {got})")
+        if x.dtype not in dtypes:
+            hint = "; backend='reference' also takes float64" if x.dtype == torch.float64 else ""
+            raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32{hint}")
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} is {x.dtype} and {first_name} is {first.dtype}: convert them to one dtype")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} is on {first.device}: move them to one device")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shapes {got})")
+        if not 1 <= x.shape[-1] <= MAX_CHANNELS:
+            raise ValueError(f"{name} has {x.shape[-1]} channels: expected 1 to {MAX_CHANNELS} (got shapes {got})")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, fp64: bool) -> None:
+    """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
+    tensors = {"q": q, "k": k, "v": v}
+    check_attention_tensors(tensors, packed, fp64)
+    got = f"(got shapes {shapes_of(tensors)})"
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has {k.shape[-1]} channels and q has {q.shape[-1]}: they must be equal {got}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v and k must agree in all but the last axis {got}")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]} and q has batch {q.shape[0]}: they must be equal {got}")
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
+        raise ValueError(f"k has {heads_k} heads and q has {heads_q}: q's heads must be a multiple of k's {got}")
+
+
+def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, batch: int | None = None) -> None:
+    """Type, rank, dtype, device and length of packed offsets `[B + 1]`."""
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {offsets.dtype}: expected int32 or int64")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} has shape {list(offsets.shape)}: expected [B + 1] offsets, the first 0 and the last N")
+    if offsets.device != device:
+        raise ValueError(f"{name} is on {offsets.device} and q is on {device}: move it there")
+    if batch is not None and offsets.shape[0] != batch + 1:
+        raise ValueError(f"{name} holds {offsets.shape[0] - 1} sequences and cu_seqlens_q holds {batch}: they must be equal")
+
+
+def values_are_checked(x: torch.Tensor) -> bool:
+    """Values of CPU tensors always; of CUDA tensors only with TILEWISE_CHECK=1, for that costs a synchronisation."""
+    return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
+
+
+def check_offset_values(offsets: torch.Tensor, name: str, tokens: int, longest: int | None = None, longest_name: str = "") -> None:
+    """The first 0, never decreasing, the last `tokens`, and no sequence longer than `longest` where that is given."""
+    if not values_are_checked(offsets):
+        return
+    values = offsets.tolist()
+    lengths = [b - a for a, b in itertools.pairwise(values)]
+    if values[0] != 0:
+        raise ValueError(f"{name} starts at {values[0]}: the first offset must be 0 (got {_short(values)})")
+    if any(length < 0 for length in lengths):
+        at = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueError(
+            f"{name} decreases from {values[at]} to {values[at + 1]} at position {at + 1}: offsets never decrease (got {_short(values)})"
+        )
+    if values[-1] != tokens:
+        raise ValueError(f"{name} ends at {values[-1]}: the last offset must be the number of tokens, {tokens} (got {_short(values)})")
+    if longest is not None and lengths and max(lengths) > longest:
+        raise ValueError(f"{longest_name} is {longest} and {name} holds a sequence of {max(lengths)} tokens: raise it, or leave it out")
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 10 else f"[{', '.join(map(str, values[:8]))}, ..., {values[-1]}]"
+
+
+def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
+    """A finite real number, not below `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
+    if not math.isfinite(value) or value < minimum:
+        at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
+        raise ValueError(f"{name} is {value}: expected a finite number{at_least}")
+
+
+def check_window(window_size: tuple[int, int]) -> None:
+    """Two whole numbers, -1 (no limit) or more."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2 or not all(isinstance(w, int | torch.SymInt) for w in window_size):
+        raise TypeError(f"window_size is {window_size!r}: expected two whole numbers (left, right), -1 meaning no limit")
+    if min(window_size) < -1:
+        raise ValueError(f"window_size is {tuple(window_size)}: each side must be -1 (no limit) or at least 0")

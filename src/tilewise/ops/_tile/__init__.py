@@ -1,0 +1,1 @@
+"""Device helpers that every kernel shares: triton only, no torch."""

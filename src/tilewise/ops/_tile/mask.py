@@ -1,0 +1,63 @@
+"""Keep-masks of windowed attention, and the ranges of tiles that follow from them.
+
+Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`. A limit of None does not exist;
+causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep(o_m, o_n, n_keys, off, left, right):
+    """True where key `o_n` takes part for query `o_m`; the two broadcast against each other."""
+    m_keep = o_n < n_keys
+    if right is not None:
+        m_keep = m_keep & (o_n <= o_m + (off + right))
+    if left is not None:
+        m_keep = m_keep & (o_n >= o_m + (off - left))
+    return m_keep
+
+
+@triton.jit
+def split_range(low, full_low, full_high, high, BLOCK: tl.constexpr):
+    """Bounds of three runs of tiles, in order and on multiples of BLOCK but for ends: masked, whole, masked."""
+    high = tl.maximum(high, 0)
+    low = tl.minimum(tl.maximum(low, 0), high) // BLOCK * BLOCK
+    full_low = tl.maximum(low, tl.cdiv(tl.minimum(tl.maximum(full_low, 0), high), BLOCK) * BLOCK)
+    full_high = tl.maximum(full_high, full_low)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
+    off = n_keys - n_queries
+    low = 0
+    full_low = 0
+    high = n_keys
+    full_high = n_keys
+    if right is not None:
+        high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)
+        full_high = tl.minimum(n_keys, i_m + 1 + off + right)
+    if left is not None:
+        low = i_m + off - left
+        full_low = i_m + BLOCK_M - 1 + off - left
+    return split_range(low, full_low, tl.maximum(full_high, 0) // BLOCK_N * BLOCK_N, high, BLOCK_N)
+
+
+@triton.jit
+def query_range(i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The query tiles that reach key tile `i_n`, likewise. A tile that runs past the last query counts as whole: those rows are zero."""
+    off = n_keys - n_queries
+    low = 0
+    full_low = 0
+    high = n_queries
+    full_high = n_queries
+    if right is not None:
+        low = i_n - off - right
+        full_low = i_n + BLOCK_N - 1 - off - right
+    if left is not None:
+        high = tl.minimum(n_queries, i_n + BLOCK_N - off + left)
+        full_high = tl.maximum(tl.minimum(n_queries, i_n + 1 - off + left), 0) // BLOCK_M * BLOCK_M
+    return split_range(low, full_low, full_high, high, BLOCK_M)

@@ -1,0 +1,58 @@
+"""Scores and the online softmax, in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a probability."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """tanh to fp32 rounding: a polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel (libdevice is missing in the interpreter)."""
+    z = x * x
+    poly = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
+    near = poly * z * x + x
+    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def cap_scores(b_s, score_scale):
+    """Scores under softcap, in units of softcap: `tanh(scale / softcap · s)`; unchanged where there is none (score_scale is None)."""
+    if score_scale is not None:
+        b_s = tanh(b_s * score_scale)
+    return b_s
+
+
+@triton.jit
+def score_gradient(b_p, b_dp, b_delta, b_s, score_scale):
+    """The gradient of the plain scores, but for `scale`, from probabilities, their gradient, delta and cap_scores' result."""
+    b_ds = b_p * (b_dp - b_delta)
+    if score_scale is not None:
+        b_ds = b_ds * (1.0 - b_s * b_s)
+    return b_ds
+
+
+@triton.jit
+def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
+    """One step over scores `b_s` [M, N] (-inf where masked), running maximum `m` (base 2) and sum `l`, scale_log2 > 0.
+
+    Returns the probabilities relative to the new maximum, the new m and l, and the factor that earlier sums must be multiplied by.
+    """
+    m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
+    shift = m_new
+    if MASKED:
+        # A row that has seen nothing yet keeps -inf: shift it by 0 instead, so that its terms are 0 and not NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = tl.exp2(b_s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(m - shift)
+    l_new = l * rescale + tl.sum(b_p, 1)
+    return b_p, m_new, l_new, rescale
+
+
+@triton.jit
+def softmax_finish(acc, m, l):
+    """Output and natural LSE from the final sums: 0 and -inf for a row that saw nothing."""
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
+    b_o = acc / l[:, None]
+    b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+    return b_o, b_lse

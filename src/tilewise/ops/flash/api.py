@@ -1,0 +1,209 @@
+"""`flash_attention`: checks, autograd, choice of backend."""
+
+from typing import Any
+
+import torch
+
+from tilewise.ops._host import checks
+from tilewise.ops._host.autocast import cast_for_autocast
+from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.register import register
+from tilewise.ops.flash import cpu, reference
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, `softmax(scale · q kᵀ) v`, without ever building the score matrix.
+
+    Args:
+        q: queries `[B, Tq, Hq, D]`, or packed `[Nq, Hq, D]` with cu_seqlens_q. fp16, bf16 or fp32; D from 1 to 256. The last axis must be
+            contiguous, every other stride is free.
+        k: keys `[B, Tk, Hk, D]` or `[Nk, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        v: values `[B, Tk, Hk, Dv]` or `[Nk, Hk, Dv]`; Dv may differ from D.
+        causal: query i sees keys `j <= i + Tk - Tq` (aligned at the bottom right).
+        window_size: (left, right): query i sees keys from `i + Tk - Tq - left` to `i + Tk - Tq + right`; -1 means no limit.
+        scale: any finite number, by default `D ** -0.5`.
+        softcap: where > 0, scores become `softcap · tanh(score / softcap)` before the mask.
+        cu_seqlens_q: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last Nq, never decreasing; a sequence may be empty.
+        cu_seqlens_k: the same for keys, by default cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values are checked.
+        return_lse: also return the LSE.
+        deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one gains by it.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+
+    Returns:
+        The output `[B, Tq, Hq, Dv]` (or `[Nq, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the sum of exponentials,
+        fp32 `[B, Hq, Tq]` (or `[Hq, Nq]`), differentiable too. A row that sees no key gives 0 and -inf, and gradients of 0.
+
+    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    """
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+        q, k, v = cast_for_autocast(q, k, v)
+    backend = _check(q, k, v, window_size, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    checks.check_number(scale, "scale")
+    left, right = window_size
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = cu_seqlens_q.contiguous()
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k.contiguous()
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "reference":
+            _check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            o, lse = reference.flash_attention(
+                q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+            )
+        else:
+            o, lse = flash_forward(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, left, right, float(scale), float(softcap), backend
+            )
+    return (o, lse) if return_lse else o
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window_size: tuple[int, int],
+    softcap: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    backend: str | None,
+) -> str:
+    """All that can be said without a look at values; returns the backend to use."""
+    checks.check_window(window_size)
+    checks.check_number(softcap, "softcap", minimum=0.0)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None:
+            checks.check_number(length, name, minimum=0)
+    packed = cu_seqlens_q is not None
+    # fp64 is let through here to learn the device; only the reference takes it.
+    checks.check_qkv(q, k, v, packed, fp64=True)
+    backend = resolve_backend(backend, q.device)
+    if backend != "reference":
+        checks.check_qkv(q, k, v, packed, fp64=False)
+    if cu_seqlens_k is not None and cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors")
+    if cu_seqlens_q is not None:
+        checks.check_offsets_tensor(cu_seqlens_q, "cu_seqlens_q", q.device)
+        if cu_seqlens_k is not None:
+            checks.check_offsets_tensor(cu_seqlens_k, "cu_seqlens_k", q.device, batch=cu_seqlens_q.shape[0] - 1)
+        elif k.shape[0] != q.shape[0]:
+            raise ValueError(f"q has {q.shape[0]} tokens and k has {k.shape[0]}: give cu_seqlens_k where they differ")
+    return backend
+
+
+def _check_offsets(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+) -> None:
+    if cu_q is not None and cu_k is not None:
+        checks.check_offset_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
+        checks.check_offset_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
+
+
+def _run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
+    if backend == "cpu":
+        return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
+    from tilewise.ops.flash import launch
+
+    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
+
+
+def _run_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    if backend == "cpu":
+        return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
+    from tilewise.ops.flash import launch
+
+    return launch.backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    return o, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
+
+
+def _fake_backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, cu_q, cu_k, _, _, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+
+
+def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(o)
+    return (*flash_backward(do, dlse, q, k, v, o, lse, cu_q, cu_k, *ctx.options), *(None,) * (4 + len(ctx.options)))
+
+
+_OPTIONS = "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, str backend"
+flash_backward = register(
+    f"flash_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? cu_q, Tensor? cu_k, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    _run_backward,
+    _fake_backward,
+)
+flash_forward = register(
+    f"flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, {_OPTIONS}) -> (Tensor o, Tensor lse)",
+    _run_forward,
+    _fake_forward,
+    _differentiate,
+    _save,
+)

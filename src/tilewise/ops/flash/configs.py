@@ -1,0 +1,89 @@
+"""Tile shapes of the flash kernels, as data, and the pure function that picks one for a problem and an architecture.
+
+Measured on an H200 (TMA and pointer rows of the `large` family at widths 32, 64 and 128); elsewhere chosen by compiling: no or few spills,
+and shared memory that fits the smallest card of the family.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kernel = Literal["fwd", "dkdv", "dq"]
+Family = Literal["large", "medium", "small"]
+
+# Shared memory that one block may use, in bytes, on the smallest card of each family.
+SHARED_MEMORY: dict[Family, int] = {"large": 232_448, "medium": 166_912, "small": 101_376}
+WIDTHS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Queries and keys a tile, warps, pipeline stages, and whether tiles come through tensor descriptors."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What of a call decides its tiles: channels of q and v, bytes an element, and whether tensor descriptors can read its tensors."""
+
+    channels: int
+    value_channels: int
+    element_size: int
+    descriptors: bool
+
+
+def family(architecture: int) -> Family:
+    """Cards by shared memory and matrix units: 9.0 and 10.x (wgmma or tcgen05, TMA), 8.0 and 8.7, and the consumer cards and all others."""
+    if architecture == 90 or 100 <= architecture < 110:
+        return "large"
+    return "medium" if architecture in (80, 87) else "small"
+
+
+def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(block_m, block_n, num_warps, num_stages, tma=True)
+
+
+# (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no descriptors.
+TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
+    ("large", 2, "fwd"): (
+        (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
+        (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
+        (_tma(128, 128, 8, 3), Config(128, 64, 8, 3)),
+        (_tma(128, 64, 8, 2), Config(128, 64, 8, 2)),
+    ),
+    ("large", 2, "dkdv"): (
+        (_tma(64, 128, 4, 2), Config(64, 64, 4, 2)),
+        (_tma(128, 64, 4, 2), Config(64, 64, 4, 2)),
+        (_tma(64, 64, 4, 2), Config(64, 128, 8, 2)),
+        (_tma(32, 64, 8, 2), Config(32, 64, 8, 2)),
+    ),
+    ("large", 2, "dq"): (
+        (_tma(64, 64, 4, 3), Config(128, 64, 4, 3)),
+        (_tma(128, 64, 4, 3), Config(64, 64, 4, 3)),
+        (_tma(128, 64, 8, 3), Config(64, 64, 4, 2)),
+        (_tma(64, 64, 8, 2), Config(64, 64, 8, 2)),
+    ),
+    ("medium", 2, "fwd"): ((Config(128, 64, 4, 3),), (Config(128, 64, 4, 3),), (Config(128, 64, 8, 3),), (Config(64, 64, 8, 2),)),
+    ("medium", 2, "dkdv"): ((Config(64, 128, 8, 2),), (Config(32, 64, 4, 2),), (Config(64, 64, 8, 2),), (Config(32, 32, 8, 2),)),
+    ("medium", 2, "dq"): ((Config(64, 64, 4, 3),), (Config(64, 64, 4, 3),), (Config(64, 64, 8, 2),), (Config(64, 64, 8, 2),)),
+    ("small", 2, "fwd"): ((Config(128, 64, 4, 3),), (Config(128, 64, 4, 3),), (Config(128, 64, 8, 3),), (Config(64, 32, 8, 2),)),
+    ("small", 2, "dkdv"): ((Config(64, 128, 8, 2),), (Config(32, 64, 4, 2),), (Config(64, 64, 8, 2),), (Config(32, 32, 8, 2),)),
+    ("small", 2, "dq"): ((Config(64, 64, 4, 3),), (Config(64, 64, 4, 3),), (Config(64, 64, 8, 2),), (Config(32, 32, 4, 2),)),
+}
+# fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
+for _family in SHARED_MEMORY:
+    TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 4, 1),))
+    TABLE[_family, 4, "dkdv"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(32, 32, 8, 2),), (Config(16, 16, 4, 1),))
+    TABLE[_family, 4, "dq"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
+
+
+def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
+    """The tiles for a problem on an architecture (compute capability as one number, 90 for an H100)."""
+    width = max(problem.channels, problem.value_channels)
+    row = next(i for i, limit in enumerate(WIDTHS) if width <= limit)
+    candidates = TABLE[family(architecture), problem.element_size, kernel][row]
+    return next(config for config in candidates if problem.descriptors or not config.tma)

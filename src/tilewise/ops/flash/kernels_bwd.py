@@ -1,0 +1,169 @@
+"""Flash attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
+
+Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of its group's heads
+(4 products: Sᵀ, dV, dPᵀ, dK); `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one pass with dQ summed
+in memory would do five: the price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly and never transposes the
+result of a product, which Triton 3.4 to 3.7 miscompile on Hopper.
+
+In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf and so p = 0.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.ops._tile.load import load_rows, store_rows
+from tilewise.ops._tile.mask import keep, key_range, query_range
+from tilewise.ops._tile.softmax import cap_scores, score_gradient
+from tilewise.ops._tile.varlen import locate_tile, other_side
+
+
+@triton.jit
+def flash_bwd_prepare_kernel(
+    o, do, lse, dlse, delta, lse_log2, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_tiles, n_heads, n_queries,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # Grid: query tiles x query heads x batch, in one axis.
+    # Owns: BLOCK_M queries of one head.
+    # Loops over: nothing.
+    # Writes: its rows of delta and lse_log2.
+    i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
+    if cu_q is not None:
+        i_b = 0
+    b_o = load_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+    b_do = load_rows((do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+    b_delta = tl.sum(b_o * b_do, 1)
+    o_m = i_m + tl.arange(0, BLOCK_M)
+    o_t = (start_q + o_m).to(tl.int64)
+    o_row = (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + o_t
+    b_lse = tl.load(lse + o_row, mask=o_m < Tq, other=float("-inf"))
+    if dlse is not None:
+        p_dlse = dlse + tl.cast(i_b, tl.int64) * dlse_strides[0] + tl.cast(i_h, tl.int64) * dlse_strides[1] + o_t * dlse_strides[2]
+        b_delta -= tl.load(p_dlse, mask=o_m < Tq, other=0.0)
+    seen = b_lse != float("-inf")
+    tl.store(delta + o_row, b_delta, mask=o_m < Tq)
+    tl.store(lse_log2 + o_row, tl.where(seen, b_lse * 1.4426950408889634, float("inf")), mask=o_m < Tq)
+
+
+@triton.jit
+def flash_bwd_dkdv_step(
+    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One query tile's part of dK and dV."""
+    o_m = i_m + tl.arange(0, BLOCK_M)
+    # [M, D]
+    b_q = load_rows(q_rows, i_m, D, BLOCK_M, BLOCK_D, TMA)
+    # [N, D] @ [D, M] -> [N, M]
+    b_sT = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_lse = tl.load(p_lse + o_m, mask=o_m < q_rows[5], other=float("inf"))
+    b_sT = cap_scores(b_sT, score_scale)
+    b_pT = tl.exp2(b_sT * scale_log2 - b_lse[None, :])
+    if MASKED:
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        b_pT = tl.where(keep(o_m[None, :], o_n[:, None], Tk, off, left, right), b_pT, 0.0)
+    # [M, DV]
+    b_do = load_rows(do_rows, i_m, DV, BLOCK_M, BLOCK_DV, TMA)
+    # [N, M] @ [M, DV] -> [N, DV]
+    acc_dv = tl.dot(b_pT.to(b_do.dtype), b_do, acc_dv, input_precision=PRECISION)
+    # [N, DV] @ [DV, M] -> [N, M]
+    b_dpT = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_delta = tl.load(p_delta + o_m, mask=o_m < q_rows[5], other=0.0)
+    b_dsT = score_gradient(b_pT, b_dpT, b_delta[None, :], b_sT, score_scale)
+    # [N, M] @ [M, D] -> [N, D]
+    acc_dk = tl.dot(b_dsT.to(b_q.dtype), b_q, acc_dk, input_precision=PRECISION)
+    return acc_dk, acc_dv
+
+
+@triton.jit
+def flash_bwd_dkdv_kernel(
+    q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q, cu_k, n_batch, n_tiles,
+    n_heads_k, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Grid: key tiles x key heads x batch, in one axis.
+    # Owns: BLOCK_N keys of one key head.
+    # Loops over: the query heads of its group, and the query tiles that reach it.
+    # Writes: its rows of dk and dv.
+    i_b, i_hk, i_n, start_k, Tk = locate_tile(tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N)
+    i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
+    # [N, D], [N, DV]
+    b_k = load_rows((k, k_strides, i_b, i_hk, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
+    b_v = load_rows((v, v_strides, i_b, i_hk, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
+    acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N)
+    for i_h in range(i_hk * group, i_hk * group + group):
+        q_rows = (q, q_strides, i_b, i_h, start_q, Tq)
+        do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+        o_row = (tl.cast(i_b, tl.int64) * (n_heads_k * group) + i_h) * n_queries + start_q
+        for PART in tl.static_range(3):
+            if PART == 1 or (PART == 0 and right is not None) or (PART == 2 and left is not None):
+                for i_m in range(ends[PART], ends[PART + 1], BLOCK_M):
+                    acc_dk, acc_dv = flash_bwd_dkdv_step(
+                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, Tk, Tk - Tq, left, right,
+                        scale_log2, score_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                    )  # fmt: skip
+    store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
+    store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def flash_bwd_dq_step(
+    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One key tile's part of dQ."""
+    # [N, D]
+    b_k = load_rows(k_rows, i_n, D, BLOCK_N, BLOCK_D, TMA, not MASKED)
+    # [M, D] @ [D, N] -> [M, N]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    # [N, DV]
+    b_v = load_rows(v_rows, i_n, DV, BLOCK_N, BLOCK_DV, TMA, not MASKED)
+    # [M, DV] @ [DV, N] -> [M, N]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_s = cap_scores(b_s, score_scale)
+    b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+    if MASKED:
+        o_m = i_m + tl.arange(0, BLOCK_M)
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right), b_p, 0.0)
+    b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_s, score_scale)
+    # [M, N] @ [N, D] -> [M, D]
+    return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
+
+
+@triton.jit
+def flash_bwd_dq_kernel(
+    q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch, n_tiles,
+    n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Grid: query tiles x query heads x batch, in one axis.
+    # Owns: BLOCK_M queries of one head.
+    # Loops over: the key tiles that its window reaches.
+    # Writes: its rows of dq.
+    i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M)
+    i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
+    k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
+    v_rows = (v, v_strides, i_b, i_h // group, start_k, Tk)
+    # [M, D], [M, DV]
+    b_q = load_rows((q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
+    b_do = load_rows((do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, TMA)
+    o_m = i_m + tl.arange(0, BLOCK_M)
+    o_row = (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + start_q + o_m
+    b_lse = tl.load(lse_log2 + o_row, mask=o_m < Tq, other=float("inf"))
+    b_delta = tl.load(delta + o_row, mask=o_m < Tq, other=0.0)
+    acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N)
+    for PART in tl.static_range(3):
+        if PART != 0 or left is not None:
+            for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
+                acc_dq = flash_bwd_dq_step(
+                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, Tk - Tq, left, right, scale_log2, score_scale,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                )  # fmt: skip
+    store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)
