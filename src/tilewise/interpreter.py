@@ -4,10 +4,11 @@ As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf1
 `use_where_no_gpu` chooses interpretation for this process, before triton is imported; `repair` mends it, after.
 """
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -36,6 +37,15 @@ def repair() -> None:
     _repair_range()
     _repair_bf16_arithmetic()
     _repair_bf16_reductions()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Overflow to infinity and the like without NumPy's warnings, as on a GPU."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        yield
 
 
 def _repair_range() -> None:

@@ -4,16 +4,19 @@ import functools
 import os
 
 import torch
+import triton
 
 BACKENDS = ("triton", "cpu", "reference")
 MINIMUM_CAPABILITY = (8, 0)
 
 
+# Triton decides when a kernel is defined, so once for a process.
+_INTERPRETING = bool(triton.knobs.runtime.interpret)
+
+
 def interpreting() -> bool:
     """Whether this process runs Triton kernels through Triton's interpreter, on CPU tensors."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETING
 
 
 def resolve_backend(requested: str | None, device: torch.device) -> str:
@@ -41,26 +44,22 @@ def _check_triton(device: torch.device, source: str) -> None:
     elif device.type == "cuda":
         if interpreting():
             raise ValueError(f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move them to the CPU")
-        check_capability(device)
     else:
         raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
 
 
 @functools.cache
-def check_capability(device: torch.device) -> None:
-    """Raise where the GPU is older than the kernels support."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        raise RuntimeError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}: tilewise's kernels need "
-            f"{MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or newer; use backend='reference'"
-        )
-
-
-@functools.cache
 def architecture(device: torch.device) -> int:
-    """Compute capability as one number, 90 for an H100. Interpreted kernels take the tiles of 90, so that tests run what GPUs run."""
+    """Compute capability as one number, 90 for an H100; raises where the GPU is older than the kernels support.
+
+    Interpreted kernels take the tiles of 90, so that tests run what GPUs run.
+    """
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MINIMUM_CAPABILITY:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}: tilewise's kernels need "
+            f"{MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or newer; use backend='reference'"
+        )
     return 10 * major + minor

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 MAX_CHANNELS = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -16,45 +16,49 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
-def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, fp64: bool) -> None:
+def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> None:
     """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed."""
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
-    got = shapes_of(tensors)
-    dtypes = (*DTYPES, torch.float64) if fp64 else DTYPES
     for name, x in tensors.items():
         if x.dim() != (3 if packed else 4):
             layout = "[N, H, D], packed, since cu_seqlens_q is given" if packed else "[B, T, H, D] (give cu_seqlens_q for packed [N, H, D])"
-            raise ValueError(f"{name} has {x.dim()} dimensions: expected {layout} (got shapes {got})")
-        if x.dtype not in dtypes:
-            hint = "; backend='reference' also takes float64" if x.dtype == torch.float64 else ""
-            raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32{hint}")
+            raise ValueError(f"{name} has {x.dim()} dimensions: expected {layout} (got shapes {shapes_of(tensors)})")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')")
         if x.dtype != first.dtype:
             raise TypeError(f"{name} is {x.dtype} and {first_name} is {first.dtype}: convert them to one dtype")
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device} and {first_name} is on {first.device}: move them to one device")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shapes {got})")
+            raise ValueError(
+                f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shapes {shapes_of(tensors)})"
+            )
         if not 1 <= x.shape[-1] <= MAX_CHANNELS:
-            raise ValueError(f"{name} has {x.shape[-1]} channels: expected 1 to {MAX_CHANNELS} (got shapes {got})")
+            raise ValueError(f"{name} has {x.shape[-1]} channels: expected 1 to {MAX_CHANNELS} (got shapes {shapes_of(tensors)})")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, fp64: bool) -> None:
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
     tensors = {"q": q, "k": k, "v": v}
-    check_attention_tensors(tensors, packed, fp64)
-    got = f"(got shapes {shapes_of(tensors)})"
+    check_attention_tensors(tensors, packed)
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k has {k.shape[-1]} channels and q has {q.shape[-1]}: they must be equal {got}")
+        raise ValueError(f"k has {k.shape[-1]} channels and q has {q.shape[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v and k must agree in all but the last axis {got}")
+        raise ValueError(f"v and k must agree in all but the last axis (got shapes {shapes_of(tensors)})")
     if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k has batch {k.shape[0]} and q has batch {q.shape[0]}: they must be equal {got}")
+        raise ValueError(f"k has batch {k.shape[0]} and q has batch {q.shape[0]}: they must be equal (got shapes {shapes_of(tensors)})")
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
-        raise ValueError(f"k has {heads_k} heads and q has {heads_q}: q's heads must be a multiple of k's {got}")
+        raise ValueError(f"k has {heads_k} heads and q has {heads_q}: q's heads must be a multiple of k's (got shapes {shapes_of(tensors)})")
+
+
+def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
+    """fp64 is for the reference alone."""
+    if x.dtype == torch.float64:
+        raise TypeError(f"{name} is torch.float64: backend {backend!r} takes float16, bfloat16 or float32; backend='reference' also takes float64")
 
 
 def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, batch: int | None = None) -> None:
@@ -103,7 +107,8 @@ def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
     """A finite real number, not below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    if not math.isfinite(value) or value < minimum:
+    # Written as comparisons, which torch.compile can trace for symbolic numbers too; NaN fails them.
+    if not (value >= minimum and -math.inf < value < math.inf):
         at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         raise ValueError(f"{name} is {value}: expected a finite number{at_least}")
 

@@ -33,8 +33,9 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
                 launch.run()
     else:
         interpreter.repair()
-        for launch in launches:
-            launch.run()
+        with interpreter.quiet():
+            for launch in launches:
+                launch.run()
 
 
 def padded_channels(channels: int) -> int:

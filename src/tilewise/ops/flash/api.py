@@ -8,7 +8,7 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import cast_for_autocast
 from tilewise.ops._host.backend import resolve_backend
 from tilewise.ops._host.register import register
-from tilewise.ops.flash import cpu, reference
+from tilewise.ops.flash import cpu, launch, reference
 
 
 def flash_attention(
@@ -93,11 +93,10 @@ def _check(
         if length is not None:
             checks.check_number(length, name, minimum=0)
     packed = cu_seqlens_q is not None
-    # fp64 is let through here to learn the device; only the reference takes it.
-    checks.check_qkv(q, k, v, packed, fp64=True)
+    checks.check_qkv(q, k, v, packed)
     backend = resolve_backend(backend, q.device)
     if backend != "reference":
-        checks.check_qkv(q, k, v, packed, fp64=False)
+        checks.check_not_fp64(q, "q", backend)
     if cu_seqlens_k is not None and cu_seqlens_q is None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors")
     if cu_seqlens_q is not None:
@@ -140,8 +139,6 @@ def _run_forward(
     _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
     if backend == "cpu":
         return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    from tilewise.ops.flash import launch
-
     return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
 
 
@@ -164,8 +161,6 @@ def _run_backward(
 ) -> tuple[torch.Tensor, ...]:
     if backend == "cpu":
         return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    from tilewise.ops.flash import launch
-
     return launch.backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
 
 

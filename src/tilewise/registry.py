@@ -1,0 +1,40 @@
+"""Operators by name, for the workbench: where each keeps what the workbench needs, imported when it is asked for."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its public function, its reference and its verification cases, as `module:name`."""
+
+    name: str
+    summary: str
+    function: str
+    reference: str
+    cases: str
+
+    def load(self, field: str) -> Any:
+        """The object that `field` (function, reference, cases) names."""
+        module, name = getattr(self, field).split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_OPERATORS = (
+    Operator(
+        name="flash",
+        summary="dense FlashAttention: softmax(q kᵀ) v",
+        function="tilewise.ops.flash.api:flash_attention",
+        reference="tilewise.ops.flash.reference:flash_attention",
+        cases="tilewise.verify.cases.flash:CASES",
+    ),
+)
+OPERATORS = {operator.name: operator for operator in _OPERATORS}
+
+
+def find(name: str) -> Operator:
+    """The operator called `name`; a ValueError lists the names there are."""
+    if name not in OPERATORS:
+        raise ValueError(f"there is no operator {name!r}: expected one of {', '.join(OPERATORS)}")
+    return OPERATORS[name]

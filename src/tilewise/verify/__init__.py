@@ -1,0 +1,1 @@
+"""Any implementation against the reference: outputs, LSE and gradients, over named cases."""

@@ -1,0 +1,110 @@
+"""Kernels that show what Triton's interpreter makes of bf16; run by test_interpreter.py as `interpreter_kernels.py CHECK REPAIRED`."""
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+SIZE = 16
+
+
+@triton.jit
+def arithmetic_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.load(x + o) * tl.load(y + o) + tl.load(z + o))
+
+
+@triton.jit
+def rounding_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, (tl.load(x + o).to(tl.float32) * 1.005859375).to(tl.bfloat16))
+
+
+@triton.jit
+def fma_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.fma(tl.load(x + o), tl.load(y + o), tl.load(z + o)))
+
+
+@triton.jit
+def dot_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + o, tl.dot(tl.load(x + o), tl.load(y + o)))
+
+
+@triton.jit
+def sum_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.zeros([SIZE], tl.bfloat16) + tl.sum(tl.load(x + o)))
+
+
+@triton.jit
+def maximum_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.zeros([SIZE], tl.bfloat16) + tl.max(tl.load(x + o)))
+
+
+@triton.jit
+def scan_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.cumsum(tl.load(x + o)))
+
+
+@triton.jit
+def constant_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.full([SIZE], 1.5, tl.bfloat16) + tl.load(x + o))
+
+
+@triton.jit
+def where_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.where(tl.load(x + o) > tl.load(y + o), tl.load(x + o), tl.load(z + o)))
+
+
+@triton.jit
+def range_kernel(x, y, z, out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    b = tl.zeros([SIZE], tl.float32)
+    for i in range(tl.program_id(0), tl.program_id(0) + 3):
+        b += tl.load(x + o).to(tl.float32) * i
+    tl.store(out + o, b)
+
+
+def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    row = slice(0, SIZE)
+    a, b, c = x.flatten()[row], y.flatten()[row], z.flatten()[row]
+    if check == "scan":
+        return a.double().cumsum(0)
+    results = {
+        "arithmetic": lambda: a * b + c,
+        "rounding": lambda: (a.float() * 1.005859375).bfloat16(),
+        "fma": lambda: (a.double() * b.double() + c.double()).bfloat16(),
+        "dot": lambda: x.float() @ y.float(),
+        "sum": lambda: a.float().sum().bfloat16().expand(SIZE),
+        "maximum": lambda: a.max().expand(SIZE),
+        "constant": lambda: a + 1.5,
+        "where": lambda: torch.where(a > b, a, c),
+        "range": lambda: a.float() * 3,
+    }
+    return results[check]()
+
+
+def main(check: str, repaired: str) -> None:
+    if repaired == "1":
+        from tilewise import interpreter
+
+        interpreter.repair()
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(SIZE, SIZE, generator=generator).bfloat16() for _ in range(3))
+    want = expected(check, x, y, z)
+    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range") else torch.bfloat16)
+    globals()[f"{check}_kernel"][(1,)](x, y, z, out, SIZE=SIZE)
+    # Element-wise work agrees bit for bit; sums may differ in their order, a running sum in bf16 by one rounding.
+    tolerance = {"dot": 1e-5, "range": 1e-6, "sum": 1e-6, "scan": 2**-8}.get(check, 0.0)
+    close = torch.allclose(out.double(), want.double(), rtol=tolerance, atol=tolerance)
+    print("right" if close else "wrong")
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""The default kernels compiled for GPUs that are not here: they fit, do not spill more than a little, and use the fast matrix units."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewise.ops.flash.configs import SHARED_MEMORY, family
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+# Bytes that a thread may spill: some dozen in 16 bits; fp32 in three TF32 products is short of registers by nature.
+MOST_SPILLED = {"bfloat16": 100, "float16": 100, "float32": 1800}
+
+
+def compiled(architecture: int, dtype: str, channels: int, variant: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, str(SCRIPT), str(architecture), dtype, str(channels), variant]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def check(architecture: int, dtype: str, channels: int, variant: str) -> None:
+    kernels = compiled(architecture, dtype, channels, variant)
+    assert [kernel["name"] for kernel in kernels] == ["flash_fwd_kernel", "flash_bwd_prepare_kernel", "flash_bwd_dkdv_kernel", "flash_bwd_dq_kernel"]
+    for kernel in kernels:
+        assert kernel["shared_memory"] <= SHARED_MEMORY[family(architecture)], kernel
+        assert kernel["spilled"] <= MOST_SPILLED[dtype], kernel
+        assert not kernel["wgmma_serialised"], kernel
+        if architecture == 90 and dtype != "float32" and "prepare" not in kernel["name"]:
+            assert kernel["wgmma"], kernel
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_default_kernels(architecture, channels):
+    check(architecture, "bfloat16", channels, "causal")
+
+
+@pytest.mark.parametrize("channels", [32, 64, 128, 256])
+def test_every_width_fits_a_99_kb_card(channels):
+    check(86, "bfloat16", channels, "causal")
+
+
+@pytest.mark.parametrize("architecture", [86, 90])
+def test_fp32(architecture):
+    check(architecture, "float32", 64, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", "packed", "all"])
+@pytest.mark.parametrize(("dtype", "channels"), [("float16", 16), ("bfloat16", 40), ("bfloat16", 64), ("bfloat16", 128), ("float16", 256)])
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100, 120])
+def test_every_variant(architecture, dtype, channels, variant):
+    check(architecture, dtype, channels, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [32, 128, 256])
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100, 120])
+def test_fp32_every_width(architecture, channels):
+    check(architecture, "float32", channels, "all")

@@ -1,0 +1,47 @@
+"""The choice of tiles is a pure function of problem and architecture."""
+
+import itertools
+
+import pytest
+
+from tilewise.ops.flash.configs import SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, family
+
+KERNELS = ("fwd", "dkdv", "dq")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [(80, "medium"), (86, "small"), (87, "medium"), (89, "small"), (90, "large"), (100, "large"), (103, "large"), (120, "small")],
+)
+def test_family(architecture, expected):
+    assert family(architecture) == expected
+
+
+def test_the_table_is_whole():
+    assert set(TABLE) == set(itertools.product(SHARED_MEMORY, (2, 4), KERNELS))
+    for (name, _, _), rows in TABLE.items():
+        assert len(rows) == len(WIDTHS)
+        for candidates in rows:
+            assert not candidates[-1].tma, "the last candidate must serve tensors that descriptors cannot read"
+            assert name == "large" or not any(config.tma for config in candidates), "descriptors are Hopper's and newer"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120, 150])
+def test_every_problem_has_tiles(kernel, size, architecture):
+    for channels, values, descriptors in itertools.product((1, 16, 33, 64, 96, 128, 200, 256), (1, 64, 256), (False, True)):
+        config = choose(kernel, Problem(channels, values, size, descriptors), architecture)
+        assert config.tma <= descriptors
+        assert choose(kernel, Problem(channels, values, size, descriptors), architecture) == config
+
+
+def test_the_wider_side_decides():
+    assert (
+        choose("fwd", Problem(16, 128, 2, True), 90) == choose("fwd", Problem(128, 16, 2, True), 90) == choose("fwd", Problem(128, 128, 2, True), 90)
+    )
+
+
+def test_hopper_reads_through_descriptors_where_it_can():
+    assert choose("fwd", Problem(128, 128, 2, True), 90) == Config(128, 128, 8, 3, tma=True)
+    assert choose("fwd", Problem(128, 128, 2, False), 90) == Config(128, 64, 8, 3)

@@ -1,0 +1,72 @@
+"""Who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "tilewise"
+WORKBENCH = ("tilewise.verify", "tilewise.trace", "tilewise.bench", "tilewise.inspect", "tilewise.cli", "tilewise.registry", "tilewise.doctor")
+OPS_MAY = ("torch", "triton", "tilewise")
+
+
+def imports(source: str) -> set[str]:
+    """Every module that a file imports, wherever in it; `from a import b` counts as both a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def under(module: str, *roots: str) -> bool:
+    return any(module == root or module.startswith(root + ".") for root in roots)
+
+
+def last(module: str, *names: str) -> bool:
+    return any(part.startswith(names) for part in module.split("."))
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What the file at `path` (relative to the package) imports and must not."""
+    modules = imports(source)
+    bad: set[str] = set()
+    if path.name.startswith("kernels") or "_tile" in path.parts:
+        bad |= {m for m in modules if not under(m, "triton", "tilewise.ops._tile")}
+    if path.name in ("reference.py", "simulate.py"):
+        bad |= {m for m in modules if under(m, "triton") or (under(m, "tilewise") and last(m, "kernels", "launch", "_tile", "cpu", "api"))}
+    if path.name == "launch.py":
+        bad |= {m for m in modules if under(m, "torch.autograd") or last(m, "api", "reference")}
+    if path.parts[0] == "ops":
+        bad |= {m for m in modules if under(m, *WORKBENCH)}
+        standard = {m for m in modules if not under(m, *OPS_MAY)}
+        bad |= {m for m in standard if m.split(".")[0] not in __import__("sys").stdlib_module_names}
+    return sorted(bad)
+
+
+FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_import_rules(path):
+    assert violations(path, (SOURCE / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("ops/flash/kernels_fwd.py", "import torch"),
+        ("ops/_tile/mask.py", "from tilewise.ops._host import checks"),
+        ("ops/flash/reference.py", "import triton.language as tl"),
+        ("ops/flash/reference.py", "from tilewise.ops.flash import launch"),
+        ("ops/flash/simulate.py", "from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel"),
+        ("ops/flash/launch.py", "from torch.autograd import Function"),
+        ("ops/flash/api.py", "def f():\n    from tilewise.verify import run"),
+        ("ops/_host/checks.py", "import numpy"),
+    ],
+)
+def test_the_rules_catch(path, source):
+    assert violations(Path(path), source)

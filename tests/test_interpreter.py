@@ -1,0 +1,40 @@
+"""Each repair of Triton's interpreter is needed, and works. Kernels are interpreted here: these tests are about the interpreter itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).with_name("interpreter_kernels.py")
+
+
+def run(check: str, repaired: bool) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, str(KERNELS), check, str(int(repaired))], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("check", ["arithmetic", "rounding", "fma", "dot", "sum", "maximum", "scan", "constant", "where"])
+def test_bf16_is_right_when_repaired(check):
+    result = run(check, repaired=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "right"
+
+
+@pytest.mark.parametrize("check", ["arithmetic", "rounding", "dot", "sum"])
+def test_bf16_is_wrong_without_the_repair(check):
+    """Where this fails, Triton has mended its interpreter and the repair can go."""
+    result = run(check, repaired=False)
+    assert result.returncode != 0 or result.stdout.strip() == "wrong"
+
+
+def test_range_over_a_tensor_works_when_repaired():
+    result = run("range", repaired=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "right"
+
+
+@pytest.mark.skipif("not __import__('triton').__version__.startswith('3.6')", reason="only Triton 3.6 with NumPy 2.4 needs it")
+def test_range_over_a_tensor_fails_without_the_repair():
+    assert run("range", repaired=False).returncode != 0

@@ -1,0 +1,59 @@
+"""`import tilewise` and the command line leave the choice of how Triton runs open."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["tilewise", "tilewise.cli", "tilewise.registry", "tilewise.interpreter"])
+def test_importing_imports_neither_torch_nor_triton(module):
+    assert run(f"import sys, {module}; print([m for m in ('torch', 'triton') if m in sys.modules])") == "[]"
+
+
+def test_public_names_load_when_named():
+    assert run("import sys, tilewise; f = tilewise.flash_attention; print(f.__name__, 'torch' in sys.modules)") == "flash_attention True"
+    assert "flash_attention" in run("import tilewise; print(dir(tilewise))")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'flush_attention'"):
+        __import__("tilewise").flush_attention  # noqa: B018
+
+
+def test_interpretation_is_chosen_before_triton_is_imported():
+    code = (
+        "import sys, torch; torch.cuda.is_available = lambda: False\n"
+        "from tilewise import interpreter; on = interpreter.use_where_no_gpu()\n"
+        "before = 'triton' in sys.modules\n"
+        "from tilewise.ops._host.backend import interpreting; print(on, before, interpreting())"
+    )
+    assert run(code) == "True False True"
+
+
+def test_a_gpu_or_the_user_keeps_triton_compiling():
+    code = "import os, torch; torch.cuda.is_available = lambda: {gpu}\nfrom tilewise import interpreter; print(interpreter.use_where_no_gpu())"
+    assert run(code.format(gpu=True)) == "False"
+    assert run(code.format(gpu=False), TRITON_INTERPRET="0") == "False"
+
+
+def test_too_late_is_said():
+    code = (
+        "import triton, torch; torch.cuda.is_available = lambda: False\n"
+        "from tilewise import interpreter\n"
+        "try: interpreter.use_where_no_gpu()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    assert "triton is already imported" in run(code)
+
+
+def test_importing_the_operators_sets_nothing():
+    assert run("import os, tilewise; tilewise.flash_attention; print(os.environ.get('TRITON_INTERPRET'))") == "None"

@@ -1,0 +1,39 @@
+"""Files and kernels stay small enough to read."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+MOST_LINES = 400
+MOST_KERNEL_LINES = 60
+
+
+def jitted(source: str) -> list[ast.FunctionDef]:
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [f for f in functions if any("jit" in ast.unparse(decorator) for decorator in f.decorator_list)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_size(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= MOST_LINES
+    for kernel in jitted(source):
+        assert kernel.end_lineno - kernel.lineno < MOST_KERNEL_LINES, kernel.name
+
+
+def test_kernel_names_are_unique_and_open_with_their_plan():
+    names = []
+    for path in FILES:
+        if not path.name.startswith("kernels"):
+            continue
+        source = path.read_text()
+        for kernel in jitted(source):
+            names.append(kernel.name)
+            if kernel.name.endswith("_kernel"):
+                opening = ast.get_source_segment(source, kernel)
+                assert all(f"# {word}: " in opening for word in ("Grid", "Owns", "Loops over", "Writes")), kernel.name
+    assert names
+    assert len(names) == len(set(names))
