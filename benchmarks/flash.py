@@ -109,6 +109,7 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
+    """Print a table, and save it as JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to save the figures")
     arguments = parser.parse_args()

@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -115,14 +117,13 @@ def _miscompile() -> Finding:
     subject = "transposed products"
     if not torch.cuda.is_available() or interpreting():
         return Finding(subject, "not probed: needs a GPU", "note", "Triton 3.4 to 3.7 get them wrong on Hopper; tilewise's own kernels avoid them")
-    from tilewise.ops.probe import transposed_product_error
-
-    error = transposed_product_error(torch.device("cuda"))
+    wrong = "this Triton miscompiles them"
+    advice = "tilewise's own kernels avoid them; in yours, write tl.dot(k, tl.trans(q)) in place of tl.trans(tl.dot(q, tl.trans(k)))"
+    # In a process of its own: wrong code may end it, or the GPU context with it.
+    result = subprocess.run([sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120)
+    if result.returncode != 0:
+        return Finding(subject, f"{wrong}, or cannot run: {result.stderr.strip().splitlines()[-1:]}", "note", advice)
+    error = float(result.stdout)
     if error > 1e-2:
-        return Finding(
-            subject,
-            f"this Triton miscompiles them (relative error {error:.1e})",
-            "note",
-            "tilewise's own kernels avoid them; in yours, write tl.dot(k, tl.trans(q)) in place of tl.trans(tl.dot(q, tl.trans(k)))",
-        )
+        return Finding(subject, f"{wrong} (relative error {error:.1e})", "note", advice)
     return Finding(subject, f"right (relative error {error:.1e})")

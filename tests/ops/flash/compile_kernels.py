@@ -16,7 +16,7 @@ VARIANTS = {
     "causal": {"causal": True},
     "plain": {},
     "packed": {"causal": True, "packed": True},
-    "all": {"window_left": 100, "window_right": 20, "softcap": 30.0, "scale": -0.5, "packed": True},
+    "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True},
 }
 
 
@@ -25,7 +25,7 @@ def launches(dtype: torch.dtype, channels: int, architecture: int, options: dict
     shape = (4096, 8) if packed else (2, 2048, 8)
     q, k, v = (torch.empty(*shape, channels, dtype=dtype, device="meta") for _ in range(3))
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
-    defaults = {"causal": False, "window_left": -1, "window_right": -1, "scale": channels**-0.5, "softcap": 0.0}
+    defaults = {"causal": False, "left": -1, "right": -1, "scale": channels**-0.5, "softcap": 0.0}
     inputs = launch.make_inputs(q, k, v, offsets, offsets, **defaults | options)
     o, lse = torch.empty_like(v), torch.empty(8, 4096, device="meta")
     fwd, dkdv, dq = (configs.choose(kernel, inputs.problem(), architecture) for kernel in ("fwd", "dkdv", "dq"))

@@ -30,18 +30,21 @@ def test_the_table_is_whole():
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120, 150])
 def test_every_problem_has_tiles(kernel, size, architecture):
-    for channels, values, descriptors in itertools.product((1, 16, 33, 64, 96, 128, 200, 256), (1, 64, 256), (False, True)):
-        config = choose(kernel, Problem(channels, values, size, descriptors), architecture)
+    sizes = (1, 16, 33, 64, 96, 128, 200, 256), (1, 64, 256), (1, 2048, 100_000), (False, True)
+    for channels, values, keys, descriptors in itertools.product(*sizes):
+        config = choose(kernel, Problem(channels, values, keys, size, descriptors), architecture)
         assert config.tma <= descriptors
-        assert choose(kernel, Problem(channels, values, size, descriptors), architecture) == config
+        assert choose(kernel, Problem(channels, values, keys, size, descriptors), architecture) == config
 
 
 def test_the_wider_side_decides():
     assert (
-        choose("fwd", Problem(16, 128, 2, True), 90) == choose("fwd", Problem(128, 16, 2, True), 90) == choose("fwd", Problem(128, 128, 2, True), 90)
+        choose("fwd", Problem(16, 128, 9000, 2, True), 90)
+        == choose("fwd", Problem(128, 16, 9000, 2, True), 90)
+        == choose("fwd", Problem(128, 128, 9000, 2, True), 90)
     )
 
 
 def test_hopper_reads_through_descriptors_where_it_can():
-    assert choose("fwd", Problem(128, 128, 2, True), 90) == Config(128, 128, 8, 3, tma=True)
-    assert choose("fwd", Problem(128, 128, 2, False), 90) == Config(128, 64, 8, 3)
+    assert choose("fwd", Problem(128, 128, 9000, 2, True), 90) == Config(128, 128, 8, 3, tma=True)
+    assert choose("fwd", Problem(128, 128, 9000, 2, False), 90) == Config(128, 64, 8, 3)

@@ -96,7 +96,8 @@ def test_taps_write_named_values_of_one_program(device):
     slots, size = 9, 64 * 64
     buffer = torch.full((4, slots, size), torch.nan, device=device)
     plain = launch.forward(inputs, config)
-    assert_same(launch.forward(inputs, config, taps=(buffer, 1, slots, size)), plain)
+    for tapped, without in zip(launch.forward(inputs, config, taps=(buffer, 1, slots, size)), plain, strict=True):
+        torch.testing.assert_close(tapped, without, rtol=1e-5, atol=1e-5)
     # Program 1 owns queries 64 to 99; step 1 is keys 64 to 127, in base 2 with scale · log2(e).
     rows, keys = q[0, 64:, 0].double(), k[0, :128, 0].double()
     scores = rows @ keys.T

@@ -1,12 +1,32 @@
 """torch.autocast, as torch's own scaled_dot_product_attention treats it."""
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-def cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Inside torch.autocast, floating tensors in its dtype (fp64 ones stay); elsewhere unchanged."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+def autocasting(function: Function) -> Function:
+    """Inside torch.autocast, call `function` with its floating tensors in autocast's dtype (fp64 ones stay) and with autocast off.
+
+    So what an operator computes in fp32 stays in fp32. The first argument tells the device.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        first = arguments[0] if arguments else next(iter(named.values()), None)
+        if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+            return function(*arguments, **named)
+        device = first.device.type
+        dtype = torch.get_autocast_dtype(device)
+
+        def cast(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+        with torch.autocast(device, enabled=False):
+            return function(*map(cast, arguments), **{name: cast(x) for name, x in named.items()})
+
+    return call  # type: ignore[return-value]

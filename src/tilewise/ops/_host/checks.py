@@ -18,39 +18,43 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> None:
     """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed."""
-    first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
+    first_name, first = next(iter(tensors.items()))
+    rank, dtype, device = (3 if packed else 4), first.dtype, first.device
     for name, x in tensors.items():
-        if x.dim() != (3 if packed else 4):
+        shape = x.shape
+        if len(shape) != rank:
             layout = "[N, H, D], packed, since cu_seqlens_q is given" if packed else "[B, T, H, D] (give cu_seqlens_q for packed [N, H, D])"
-            raise ValueError(f"{name} has {x.dim()} dimensions: expected {layout} (got shapes {shapes_of(tensors)})")
+            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout} (got shapes {shapes_of(tensors)})")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')")
-        if x.dtype != first.dtype:
-            raise TypeError(f"{name} is {x.dtype} and {first_name} is {first.dtype}: convert them to one dtype")
-        if x.device != first.device:
-            raise ValueError(f"{name} is on {x.device} and {first_name} is on {first.device}: move them to one device")
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype} and {first_name} is {dtype}: convert them to one dtype")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} is on {device}: move them to one device")
+        channels = shape[-1]
+        if channels > 1 and x.stride(-1) != 1:
             raise ValueError(
                 f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shapes {shapes_of(tensors)})"
             )
-        if not 1 <= x.shape[-1] <= MAX_CHANNELS:
-            raise ValueError(f"{name} has {x.shape[-1]} channels: expected 1 to {MAX_CHANNELS} (got shapes {shapes_of(tensors)})")
+        if not 1 <= channels <= MAX_CHANNELS:
+            raise ValueError(f"{name} has {channels} channels: expected 1 to {MAX_CHANNELS} (got shapes {shapes_of(tensors)})")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
     tensors = {"q": q, "k": k, "v": v}
     check_attention_tensors(tensors, packed)
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k has {k.shape[-1]} channels and q has {q.shape[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
-    if v.shape[:-1] != k.shape[:-1]:
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    if shape_k[-1] != shape_q[-1]:
+        raise ValueError(f"k has {shape_k[-1]} channels and q has {shape_q[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
+    if shape_v[:-1] != shape_k[:-1]:
         raise ValueError(f"v and k must agree in all but the last axis (got shapes {shapes_of(tensors)})")
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k has batch {k.shape[0]} and q has batch {q.shape[0]}: they must be equal (got shapes {shapes_of(tensors)})")
-    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if not packed and shape_k[0] != shape_q[0]:
+        raise ValueError(f"k has batch {shape_k[0]} and q has batch {shape_q[0]}: they must be equal (got shapes {shapes_of(tensors)})")
+    heads_q, heads_k = shape_q[-2], shape_k[-2]
     if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
         raise ValueError(f"k has {heads_k} heads and q has {heads_q}: q's heads must be a multiple of k's (got shapes {shapes_of(tensors)})")
 

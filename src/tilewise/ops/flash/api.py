@@ -5,12 +5,13 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import cast_for_autocast
+from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.backend import resolve_backend
 from tilewise.ops._host.register import register
 from tilewise.ops.flash import cpu, launch, reference
 
 
+@autocasting
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,25 +53,23 @@ def flash_attention(
 
     Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
-    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
-        q, k, v = cast_for_autocast(q, k, v)
     backend = _check(q, k, v, window_size, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    checks.check_number(scale, "scale")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        checks.check_number(scale, "scale")
     left, right = window_size
     if cu_seqlens_q is not None:
         cu_seqlens_q = cu_seqlens_q.contiguous()
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k.contiguous()
-    with torch.autocast(q.device.type, enabled=False):
-        if backend == "reference":
-            _check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            o, lse = reference.flash_attention(
-                q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-            )
-        else:
-            o, lse = flash_forward(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, left, right, float(scale), float(softcap), backend
-            )
+    if backend == "reference":
+        _check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        o, lse = reference.flash_attention(
+            q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        )
+    else:
+        longest = max_seqlen_q, max_seqlen_k
+        o, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, left, right, float(scale), float(softcap), backend)
     return (o, lse) if return_lse else o
 
 

@@ -4,8 +4,8 @@ Measured on an H200 (TMA and pointer rows of the `large` family at widths 32, 64
 and shared memory that fits the smallest card of the family.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 Kernel = Literal["fwd", "dkdv", "dq"]
 Family = Literal["large", "medium", "small"]
@@ -15,8 +15,7 @@ SHARED_MEMORY: dict[Family, int] = {"large": 232_448, "medium": 166_912, "small"
 WIDTHS = (32, 64, 128, 256)
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Queries and keys a tile, warps, pipeline stages, and whether tiles come through tensor descriptors."""
 
     block_m: int
@@ -26,12 +25,12 @@ class Config:
     tma: bool = False
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What of a call decides its tiles: channels of q and v, bytes an element, and whether tensor descriptors can read its tensors."""
+class Problem(NamedTuple):
+    """What of a call decides its tiles: channels of q and v, keys, bytes an element, and whether tensor descriptors can read its tensors."""
 
     channels: int
     value_channels: int
+    keys: int
     element_size: int
     descriptors: bool
 
@@ -51,7 +50,7 @@ def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
 TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
     ("large", 2, "fwd"): (
         (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
-        (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
+        (_tma(64, 128, 4, 2), Config(128, 64, 4, 3)),
         (_tma(128, 128, 8, 3), Config(128, 64, 8, 3)),
         (_tma(128, 64, 8, 2), Config(128, 64, 8, 2)),
     ),
@@ -59,12 +58,12 @@ TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
         (_tma(64, 128, 4, 2), Config(64, 64, 4, 2)),
         (_tma(128, 64, 4, 2), Config(64, 64, 4, 2)),
         (_tma(64, 64, 4, 2), Config(64, 128, 8, 2)),
-        (_tma(32, 64, 8, 2), Config(32, 64, 8, 2)),
+        (_tma(64, 64, 8, 2), Config(32, 64, 8, 2)),
     ),
     ("large", 2, "dq"): (
         (_tma(64, 64, 4, 3), Config(128, 64, 4, 3)),
-        (_tma(128, 64, 4, 3), Config(64, 64, 4, 3)),
-        (_tma(128, 64, 8, 3), Config(64, 64, 4, 2)),
+        (_tma(64, 64, 4, 3), Config(64, 64, 4, 3)),
+        (_tma(128, 64, 8, 3), Config(128, 64, 8, 3)),
         (_tma(64, 64, 8, 2), Config(64, 64, 8, 2)),
     ),
     ("medium", 2, "fwd"): ((Config(128, 64, 4, 3),), (Config(128, 64, 4, 3),), (Config(128, 64, 8, 3),), (Config(64, 64, 8, 2),)),
@@ -81,9 +80,20 @@ for _family in SHARED_MEMORY:
     TABLE[_family, 4, "dq"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
 
 
+# Sequences of at most this many keys: tiles to take in place of the table's, measured on an H200.
+SHORT_KEYS = 4096
+SHORT: dict[tuple[Family, int, Kernel], dict[int, Config]] = {("large", 2, "fwd"): {128: _tma(64, 64, 4, 3)}}
+# Of at most this many: building descriptors costs more than they save.
+TINY_KEYS = 256
+
+
+@functools.cache
 def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     """The tiles for a problem on an architecture (compute capability as one number, 90 for an H100)."""
-    width = max(problem.channels, problem.value_channels)
-    row = next(i for i, limit in enumerate(WIDTHS) if width <= limit)
-    candidates = TABLE[family(architecture), problem.element_size, kernel][row]
-    return next(config for config in candidates if problem.descriptors or not config.tma)
+    width = next(limit for limit in WIDTHS if max(problem.channels, problem.value_channels) <= limit)
+    key = family(architecture), problem.element_size, kernel
+    candidates = TABLE[key][WIDTHS.index(width)]
+    if problem.keys <= SHORT_KEYS and width in SHORT.get(key, {}):
+        candidates = (SHORT[key][width], *candidates)
+    descriptors = problem.descriptors and problem.keys > TINY_KEYS
+    return next(config for config in candidates if descriptors or not config.tma)

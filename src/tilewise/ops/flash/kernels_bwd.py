@@ -16,8 +16,11 @@ from tilewise.ops._tile.mask import keep, key_range, query_range
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
+# Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
+SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "group", "n_queries", "n_keys", "left", "right")
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def flash_bwd_prepare_kernel(
     o, do, lse, dlse, delta, lse_log2, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_tiles, n_heads, n_queries,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -75,7 +78,7 @@ def flash_bwd_dkdv_step(
     return acc_dk, acc_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dkdv_kernel(
     q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q, cu_k, n_batch, n_tiles,
     n_heads_k, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
@@ -135,7 +138,7 @@ def flash_bwd_dq_step(
     return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dq_kernel(
     q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch, n_tiles,
     n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,

@@ -14,6 +14,9 @@ from tilewise.ops._tile.softmax import cap_scores, online_softmax_step, softmax_
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
+# Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
+SIZES = ("n_batch", "n_tiles", "n_heads", "group", "n_queries", "n_keys", "left", "right")
+
 
 @triton.jit
 def flash_fwd_step(
@@ -48,7 +51,7 @@ def flash_fwd_step(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flash_fwd_kernel(
     q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, cu_q, cu_k, n_batch, n_tiles, n_heads, group, n_queries, n_keys,
     scale_log2, score_scale, left, right, taps,

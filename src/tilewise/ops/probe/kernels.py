@@ -1,25 +1,21 @@
-"""The smallest kernel that shows the miscompile of Triton 3.4 to 3.7 on Hopper: a product of a transposed product, in a loop."""
+"""The smallest kernel that shows the miscompile of Triton 3.4 to 3.7 on Hopper: a product of a transposed product."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def probe_transposed_product_kernel(q, k, x, out, n_tiles, BLOCK: tl.constexpr, D: tl.constexpr):
-    # Grid: one program.
-    # Owns: the whole result, [BLOCK, D].
-    # Loops over: tiles of BLOCK queries.
-    # Writes: out = sum over tiles of (q kᵀ)ᵀ x.
-    o_r = tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
-    o_tile = o_r[:, None] * D + o_d[None, :]
-    b_k = tl.load(k + o_tile)
-    acc = tl.zeros([BLOCK, D], tl.float32)
-    for i_tile in range(n_tiles):
-        b_q = tl.load(q + i_tile * BLOCK * D + o_tile)
-        b_x = tl.load(x + i_tile * BLOCK * D + o_tile)
-        # [M, D] @ [D, N] -> [M, N]
-        b_s = tl.dot(b_q, tl.trans(b_k))
-        # [N, M] @ [M, D] -> [N, D]
-        acc = tl.dot(tl.trans(b_s.to(b_x.dtype)), b_x, acc)
-    tl.store(out + o_tile, acc)
+def probe_transposed_product_kernel(q, k, do, v, dq, dk, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Grid: D / BLOCK_D programs.
+    # Owns: BLOCK_D channels of dq and dk.
+    # Loops over: nothing.
+    # Writes: dq = s k and dk = sᵀ q, where s = do vᵀ.
+    o_t = tl.arange(0, BLOCK)[:, None]
+    o_v = o_t * D + tl.arange(0, D)[None, :]
+    o_d = o_t * D + tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    b_k = tl.load(k + o_d)
+    # [T, D] @ [D, T] -> [T, T]
+    b_s = tl.dot(tl.load(do + o_v), tl.trans(tl.load(v + o_v))).to(b_k.dtype)
+    # [T, T] @ [T, BLOCK_D] -> [T, BLOCK_D]
+    tl.store(dq + o_d, tl.dot(b_s, b_k))
+    tl.store(dk + o_d, tl.dot(tl.trans(b_s), tl.load(q + o_d)))
