@@ -11,7 +11,7 @@ KERNELS = ("fwd", "dkdv", "dq")
 
 @pytest.mark.parametrize(
     ("architecture", "expected"),
-    [(80, "medium"), (86, "small"), (87, "medium"), (89, "small"), (90, "large"), (100, "large"), (103, "large"), (120, "small")],
+    [(80, "medium"), (86, "small"), (87, "medium"), (89, "small"), (90, "hopper"), (100, "blackwell"), (103, "blackwell"), (120, "small")],
 )
 def test_family(architecture, expected):
     assert family(architecture) == expected
@@ -23,7 +23,7 @@ def test_the_table_is_whole():
         assert len(rows) == len(WIDTHS)
         for candidates in rows:
             assert not candidates[-1].tma, "the last candidate must serve tensors that descriptors cannot read"
-            assert name == "large" or not any(config.tma for config in candidates), "descriptors are Hopper's and newer"
+            assert name in ("hopper", "blackwell") or not any(config.tma for config in candidates), "descriptors are Hopper's and newer"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -46,5 +46,10 @@ def test_the_wider_side_decides():
 
 
 def test_hopper_reads_through_descriptors_where_it_can():
-    assert choose("fwd", Problem(128, 128, 9000, 2, True), 90) == Config(128, 128, 8, 3, tma=True)
-    assert choose("fwd", Problem(128, 128, 9000, 2, False), 90) == Config(128, 64, 8, 3)
+    assert choose("fwd", Problem(128, 128, 16384, 2, True), 90) == Config(128, 128, 8, 3, tma=True)
+    assert choose("fwd", Problem(128, 128, 16384, 2, False), 90) == Config(128, 64, 8, 3)
+
+
+def test_short_sequences_take_smaller_tiles_and_tiny_ones_no_descriptors():
+    assert choose("fwd", Problem(128, 128, 2048, 2, True), 90) == Config(64, 64, 4, 3, tma=True)
+    assert not choose("fwd", Problem(128, 128, 200, 2, True), 90).tma

@@ -1,17 +1,17 @@
 """Tile shapes of the flash kernels, as data, and the pure function that picks one for a problem and an architecture.
 
-Measured on an H200 (TMA and pointer rows of the `large` family at widths 32, 64 and 128); elsewhere chosen by compiling: no or few spills,
-and shared memory that fits the smallest card of the family.
+Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory that fits the smallest
+card of the family.
 """
 
 import functools
 from typing import Literal, NamedTuple
 
 Kernel = Literal["fwd", "dkdv", "dq"]
-Family = Literal["large", "medium", "small"]
+Family = Literal["hopper", "blackwell", "medium", "small"]
 
 # Shared memory that one block may use, in bytes, on the smallest card of each family.
-SHARED_MEMORY: dict[Family, int] = {"large": 232_448, "medium": 166_912, "small": 101_376}
+SHARED_MEMORY: dict[Family, int] = {"hopper": 232_448, "blackwell": 232_448, "medium": 166_912, "small": 101_376}
 WIDTHS = (32, 64, 128, 256)
 
 
@@ -36,9 +36,11 @@ class Problem(NamedTuple):
 
 
 def family(architecture: int) -> Family:
-    """Cards by shared memory and matrix units: 9.0 and 10.x (wgmma or tcgen05, TMA), 8.0 and 8.7, and the consumer cards and all others."""
-    if architecture == 90 or 100 <= architecture < 110:
-        return "large"
+    """Cards by matrix units and shared memory: 9.0, 10.x, 8.0 and 8.7, and the consumer cards and all others."""
+    if architecture == 90:
+        return "hopper"
+    if 100 <= architecture < 110:
+        return "blackwell"
     return "medium" if architecture in (80, 87) else "small"
 
 
@@ -48,19 +50,19 @@ def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
 
 # (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no descriptors.
 TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
-    ("large", 2, "fwd"): (
+    ("hopper", 2, "fwd"): (
         (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
         (_tma(64, 128, 4, 2), Config(128, 64, 4, 3)),
         (_tma(128, 128, 8, 3), Config(128, 64, 8, 3)),
         (_tma(128, 64, 8, 2), Config(128, 64, 8, 2)),
     ),
-    ("large", 2, "dkdv"): (
+    ("hopper", 2, "dkdv"): (
         (_tma(64, 128, 4, 2), Config(64, 64, 4, 2)),
         (_tma(128, 64, 4, 2), Config(64, 64, 4, 2)),
         (_tma(64, 64, 4, 2), Config(64, 128, 8, 2)),
         (_tma(64, 64, 8, 2), Config(32, 64, 8, 2)),
     ),
-    ("large", 2, "dq"): (
+    ("hopper", 2, "dq"): (
         (_tma(64, 64, 4, 3), Config(128, 64, 4, 3)),
         (_tma(64, 64, 4, 3), Config(64, 64, 4, 3)),
         (_tma(128, 64, 8, 3), Config(128, 64, 8, 3)),
@@ -73,6 +75,15 @@ TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
     ("small", 2, "dkdv"): ((Config(64, 128, 8, 2),), (Config(32, 64, 4, 2),), (Config(64, 64, 8, 2),), (Config(32, 32, 8, 2),)),
     ("small", 2, "dq"): ((Config(64, 64, 4, 3),), (Config(64, 64, 4, 3),), (Config(64, 64, 8, 2),), (Config(32, 32, 4, 2),)),
 }
+# Products go through tensor memory there, which leaves dK/dV fewer registers.
+TABLE["blackwell", 2, "fwd"] = TABLE["hopper", 2, "fwd"]
+TABLE["blackwell", 2, "dq"] = TABLE["hopper", 2, "dq"]
+TABLE["blackwell", 2, "dkdv"] = (
+    (_tma(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (_tma(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (_tma(64, 64, 8, 2), Config(64, 128, 8, 2)),
+    (Config(32, 32, 8, 2),),
+)
 # fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
 for _family in SHARED_MEMORY:
     TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 4, 1),))
@@ -82,7 +93,7 @@ for _family in SHARED_MEMORY:
 
 # Sequences of at most this many keys: tiles to take in place of the table's, measured on an H200.
 SHORT_KEYS = 4096
-SHORT: dict[tuple[Family, int, Kernel], dict[int, Config]] = {("large", 2, "fwd"): {128: _tma(64, 64, 4, 3)}}
+SHORT: dict[tuple[Family, int, Kernel], dict[int, Config]] = {("hopper", 2, "fwd"): {128: _tma(64, 64, 4, 3)}}
 # Of at most this many: building descriptors costs more than they save.
 TINY_KEYS = 256
 

@@ -17,7 +17,8 @@ from tilewise.ops._tile.softmax import cap_scores, score_gradient
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
-SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "group", "n_queries", "n_keys", "left", "right")
+# Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors) nor group (of 1 it needs no loop): dK/dV is short of registers.
+SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "n_keys", "left", "right")
 
 
 @triton.jit(do_not_specialize=SIZES)
