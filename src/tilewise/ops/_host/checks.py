@@ -8,6 +8,9 @@ from collections.abc import Mapping
 import torch
 
 MAX_CHANNELS = 256
+# torch.compile passes symbolic numbers.
+WHOLE_NUMBERS = (int, torch.SymInt)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -16,18 +19,22 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
-def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> None:
-    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed."""
+def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> list[torch.Size]:
+    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed; returns the shapes."""
+    shapes = []
+    rank = 3 if packed else 4
+    first_name = ""
+    dtype = device = None
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
-    first_name, first = next(iter(tensors.items()))
-    rank, dtype, device = (3 if packed else 4), first.dtype, first.device
-    for name, x in tensors.items():
+        if dtype is None:
+            first_name, dtype, device = name, x.dtype, x.device
         shape = x.shape
+        shapes.append(shape)
         if len(shape) != rank:
             layout = "[N, H, D], packed, since cu_seqlens_q is given" if packed else "[B, T, H, D] (give cu_seqlens_q for packed [N, H, D])"
-            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout} (got shapes {shapes_of(tensors)})")
+            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout} (got shape {list(shape)})")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')")
         if x.dtype != dtype:
@@ -37,17 +44,17 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -
         channels = shape[-1]
         if channels > 1 and x.stride(-1) != 1:
             raise ValueError(
-                f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shapes {shapes_of(tensors)})"
+                f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shape {list(shape)})"
             )
         if not 1 <= channels <= MAX_CHANNELS:
-            raise ValueError(f"{name} has {channels} channels: expected 1 to {MAX_CHANNELS} (got shapes {shapes_of(tensors)})")
+            raise ValueError(f"{name} has {channels} channels: expected 1 to {MAX_CHANNELS} (got shape {list(shape)})")
+    return shapes
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
     tensors = {"q": q, "k": k, "v": v}
-    check_attention_tensors(tensors, packed)
-    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    shape_q, shape_k, shape_v = check_attention_tensors(tensors, packed)
     if shape_k[-1] != shape_q[-1]:
         raise ValueError(f"k has {shape_k[-1]} channels and q has {shape_q[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
     if shape_v[:-1] != shape_k[:-1]:
@@ -109,7 +116,7 @@ def _short(values: list[int]) -> str:
 
 def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
     """A finite real number, not below `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
     # Written as comparisons, which torch.compile can trace for symbolic numbers too; NaN fails them.
     if not (value >= minimum and -math.inf < value < math.inf):
@@ -119,7 +126,7 @@ def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
 
 def check_window(window_size: tuple[int, int]) -> None:
     """Two whole numbers, -1 (no limit) or more."""
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2 or not all(isinstance(w, int | torch.SymInt) for w in window_size):
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(isinstance(w, WHOLE_NUMBERS) for w in window_size):
         raise TypeError(f"window_size is {window_size!r}: expected two whole numbers (left, right), -1 meaning no limit")
     if min(window_size) < -1:
         raise ValueError(f"window_size is {tuple(window_size)}: each side must be -1 (no limit) or at least 0")

@@ -63,6 +63,17 @@ def padded_channels(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
+def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
+    """Channels of q and k, and of v, as tiles hold them.
+
+    A tile narrower than 128 bytes beside a wider one is widened: Triton 3.6 on Hopper mixes up their layouts in shared memory, and the
+    products come out wrong (`tilewise doctor` probes for it).
+    """
+    block_d, block_dv = padded_channels(channels), padded_channels(values)
+    narrowest = min(max(block_d, block_dv), 128 // element_size)
+    return max(block_d, narrowest), max(block_dv, narrowest)
+
+
 def row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Strides over (batch, token, head) from those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])

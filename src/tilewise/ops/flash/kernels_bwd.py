@@ -2,8 +2,8 @@
 
 Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of its group's heads
 (4 products: Sᵀ, dV, dPᵀ, dK); `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one pass with dQ summed
-in memory would do five: the price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly and never transposes the
-result of a product, which Triton 3.4 to 3.7 miscompile on Hopper.
+in memory would do five: the price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly, so that no result of a
+product has to be transposed.
 
 In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf and so p = 0.
 """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, Replay, descriptor, fits_descriptor, padded_channels, row_strides, run_all
+from tilewise.ops._host.launching import Launch, Replay, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash import configs
 from tilewise.ops.flash.configs import Config
@@ -75,6 +75,7 @@ def _constants(
     config: Config,
 ) -> dict[str, Any]:
     """The arguments that follow from metadata alone, for every kernel that walks tiles; kept, for building them takes as long as a launch."""
+    block_d, block_dv = tile_widths(shape_q[-1], shape_v[-1], 4 if fp32 else 2)
     return {
         # Descriptors hold their own strides.
         "q_strides": None if config.tma else row_strides(strides[0]),
@@ -88,8 +89,8 @@ def _constants(
         "right": right,
         "D": shape_q[-1],
         "DV": shape_v[-1],
-        "BLOCK_D": padded_channels(shape_q[-1]),
-        "BLOCK_DV": padded_channels(shape_v[-1]),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "TMA": config.tma,
@@ -105,7 +106,7 @@ def _tensors(inputs: Inputs, config: Config) -> dict[str, Any]:
     q, k, v = inputs.q, inputs.k, inputs.v
     if not config.tma:
         return {"q": q, "k": k, "v": v, "cu_q": inputs.cu_q, "cu_k": inputs.cu_k}
-    block_d, block_dv = padded_channels(q.shape[-1]), padded_channels(v.shape[-1])
+    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
     rows_q, rows_k = config.block_m, config.block_n
     return {
         "q": descriptor(q, rows_q, block_d),
@@ -124,10 +125,11 @@ def _arguments(inputs: Inputs, config: Config) -> dict[str, Any]:
     return _tensors(inputs, config) | constants | {"n_batch": batch_size(q, cu_q)}
 
 
-def _incoming(do: torch.Tensor, config: Config) -> dict[str, Any]:
+def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> dict[str, Any]:
     """The output's gradient, as a descriptor where the config says so."""
     if config.tma:
-        return {"do": descriptor(do, config.block_m, padded_channels(do.shape[-1])), "do_strides": None}
+        _, block_dv = tile_widths(inputs.q.shape[-1], do.shape[-1], do.element_size())
+        return {"do": descriptor(do, config.block_m, block_dv), "do_strides": None}
     return {"do": do, "do_strides": row_strides(do.stride())}
 
 
@@ -155,28 +157,32 @@ MOST_REPLAYS = 4096
 
 
 def _metadata(inputs: Inputs) -> tuple[Any, ...]:
-    """All that Triton specialises a launch on: equal for two calls, the same compiled kernel and arguments serve both."""
+    """All that Triton specialises a launch on: where it is equal for two calls, the same compiled kernel and arguments serve both."""
     q, k, v, cu_q, cu_k, *options = inputs
-    tensors = (q, k, v) if cu_q is None or cu_k is None else (q, k, v, cu_q, cu_k)
-    return (q.device, *options, *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors))
+    aligned = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, aligned, *options)
+    if cu_q is None or cu_k is None:
+        return key
+    return (*key, cu_q.shape, cu_q.dtype, cu_q.data_ptr() % 16, cu_k.dtype, cu_k.data_ptr() % 16)
 
 
 def _run_forward(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch with the tiles that configs choose, over a replay where there is one."""
     device = inputs.q.device
-    key = _metadata(inputs) if device.type == "cuda" and device.index == torch.cuda.current_device() else None
-    if key in _replays:
-        config, replay = _replays[key]
-        replay.run(**_tensors(inputs, config), o=o, lse=lse)
+    if device.type != "cuda" or device.index != torch.cuda.current_device():
+        config = configs.choose("fwd", inputs.problem(), architecture(device))
+        run_all([forward_launch(inputs, o, lse, config)], device)
         return
-    config = configs.choose("fwd", inputs.problem(), architecture(device))
-    launch = forward_launch(inputs, o, lse, config)
-    if key is None:
-        run_all([launch], device)
+    key = _metadata(inputs)
+    known = _replays.get(key)
+    if known is not None:
+        config, replay = known
+        replay.run(**_tensors(inputs, config), o=o, lse=lse)
         return
     if len(_replays) >= MOST_REPLAYS:
         _replays.clear()
-    _replays[key] = config, Replay(launch)
+    config = configs.choose("fwd", inputs.problem(), architecture(device))
+    _replays[key] = config, Replay(forward_launch(inputs, o, lse, config))
 
 
 def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,9 +258,11 @@ def backward_launches(
     return [
         _prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
         Launch(
-            flash_bwd_dkdv_kernel, tiles_k * (inputs.heads // group), _arguments(inputs, config_dkdv) | _incoming(do, config_dkdv) | shared | dkdv
+            flash_bwd_dkdv_kernel,
+            tiles_k * (inputs.heads // group),
+            _arguments(inputs, config_dkdv) | _incoming(inputs, do, config_dkdv) | shared | dkdv,
         ),
-        Launch(flash_bwd_dq_kernel, tiles_q * inputs.heads, _arguments(inputs, config_dq) | _incoming(do, config_dq) | shared | dq_only),
+        Launch(flash_bwd_dq_kernel, tiles_q * inputs.heads, _arguments(inputs, config_dq) | _incoming(inputs, do, config_dq) | shared | dq_only),
     ]
 
 

@@ -1,1 +1,1 @@
-"""A probe of the compiler: does this Triton get the product of a transposed product right?"""
+"""A probe of the compiler: does this Triton get products of tiles of different widths right?"""

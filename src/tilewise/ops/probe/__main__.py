@@ -2,6 +2,6 @@
 
 import torch
 
-from tilewise.ops.probe.launch import transposed_product_error
+from tilewise.ops.probe.launch import mixed_widths_error
 
-print(transposed_product_error(torch.device("cuda")))
+print(mixed_widths_error(torch.device("cuda")))

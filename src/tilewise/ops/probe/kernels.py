@@ -1,11 +1,11 @@
-"""The smallest kernel that shows the miscompile of Triton 3.4 to 3.7 on Hopper: a product of a transposed product."""
+"""A small kernel that Triton 3.4 to 3.7 miscompile on Hopper: tiles of 64 and of 32 channels side by side, plain and transposed products."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def probe_transposed_product_kernel(q, k, do, v, dq, dk, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def probe_mixed_widths_kernel(q, k, do, v, dq, dk, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     # Grid: D / BLOCK_D programs.
     # Owns: BLOCK_D channels of dq and dk.
     # Loops over: nothing.
