@@ -78,9 +78,9 @@ def launch_overhead() -> dict[str, float]:
 
     def microseconds(function: Callable[[], object]) -> float:
         samples = []
-        for _ in range(20):
+        for _ in range(2000):
             function()
-        for _ in range(ROUNDS * 4):
+        for _ in range(ROUNDS * 8):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(50):

@@ -82,7 +82,8 @@ def test_memory_around_strided_inputs_never_reaches_them(device):
         torch.testing.assert_close(actual, truth, rtol=2e-2, atol=2e-2)
 
 
-WIDTH_PAIRS = (1, 8, 16, 24, 32, 40, 64, 72, 96, 128, 200, 256)
+# One of each padded width: 16, 32, 64, 128 and 256.
+WIDTH_PAIRS = (8, 24, 40, 72, 200)
 
 
 @pytest.mark.parametrize("channels", WIDTH_PAIRS)
