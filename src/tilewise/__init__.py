@@ -18,7 +18,9 @@ _HOME = {"flash_attention": "tilewise.ops.flash.api"}
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        # Kept, so that Python does not ask again at every call.
+        globals()[name] = value = getattr(importlib.import_module(_HOME[name]), name)
+        return value
     raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
 
 

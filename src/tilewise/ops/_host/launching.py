@@ -25,21 +25,23 @@ class Launch:
 
 
 class Replay:
-    """A launch that has run once and runs again with other tensors of the same metadata and alignment.
+    """A launch that has run once and runs again with other tensors of the same metadata and alignment, given in the order of `names`.
 
     Triton binds and specialises each argument anew at every launch, some 20 µs; here that is done once.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, names: tuple[str, ...]) -> None:
         self._start = launch.run()[(launch.grid, 1, 1)]
-        self._positions = {name: position for position, name in enumerate(launch.kernel.arg_names)}
-        self._values = [launch.arguments[name] for name in launch.kernel.arg_names]
+        order = launch.kernel.arg_names
+        self._values = [launch.arguments[name] for name in order]
+        self._positions = [order.index(name) for name in names]
 
-    def run(self, **tensors: Any) -> None:
+    def run(self, *tensors: Any) -> None:
         """Launch with `tensors` in place of those that were there."""
-        for name, x in tensors.items():
-            self._values[self._positions[name]] = x
-        self._start(*self._values)
+        values = self._values
+        for position, x in zip(self._positions, tensors, strict=True):
+            values[position] = x
+        self._start(*values)
 
 
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:

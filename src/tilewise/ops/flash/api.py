@@ -88,9 +88,10 @@ def _check(
     """All that can be said without a look at values; returns the backend to use."""
     checks.check_window(window_size)
     checks.check_number(softcap, "softcap", minimum=0.0)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is not None:
-            checks.check_number(length, name, minimum=0)
+    if max_seqlen_q is not None:
+        checks.check_number(max_seqlen_q, "max_seqlen_q", minimum=0)
+    if max_seqlen_k is not None:
+        checks.check_number(max_seqlen_k, "max_seqlen_k", minimum=0)
     packed = cu_seqlens_q is not None
     checks.check_qkv(q, k, v, packed)
     backend = resolve_backend(backend, q.device)

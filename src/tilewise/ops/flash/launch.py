@@ -101,28 +101,23 @@ def _constants(
     }
 
 
-def _tensors(inputs: Inputs, config: Config) -> dict[str, Any]:
-    """q, k and v by name, as descriptors where the config says so, and the offsets."""
+def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
+    """q, k and v as a kernel reads them: descriptors where the config says so."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if not config.tma:
-        return {"q": q, "k": k, "v": v, "cu_q": inputs.cu_q, "cu_k": inputs.cu_k}
+        return q, k, v
     block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
     rows_q, rows_k = config.block_m, config.block_n
-    return {
-        "q": descriptor(q, rows_q, block_d),
-        "k": descriptor(k, rows_k, block_d),
-        "v": descriptor(v, rows_k, block_dv),
-        "cu_q": None,
-        "cu_k": None,
-    }
+    return descriptor(q, rows_q, block_d), descriptor(k, rows_k, block_d), descriptor(v, rows_k, block_dv)
 
 
 def _arguments(inputs: Inputs, config: Config) -> dict[str, Any]:
     """What every kernel that walks tiles takes: tensors, sizes and constants."""
-    q, k, v, cu_q, _, *options = inputs
+    q, k, v, cu_q, cu_k, *options = inputs
     strides = (q.stride(), k.stride(), v.stride())
     constants = _constants(q.shape, k.shape, v.shape, strides, q.dtype == torch.float32, *options, config)
-    return _tensors(inputs, config) | constants | {"n_batch": batch_size(q, cu_q)}
+    tensors = dict(zip("qkv", _readable(inputs, config), strict=True))
+    return tensors | constants | {"cu_q": cu_q, "cu_k": cu_k, "n_batch": batch_size(q, cu_q)}
 
 
 def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> dict[str, Any]:
@@ -177,12 +172,12 @@ def _run_forward(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> None:
     known = _replays.get(key)
     if known is not None:
         config, replay = known
-        replay.run(**_tensors(inputs, config), o=o, lse=lse)
+        replay.run(*_readable(inputs, config), inputs.cu_q, inputs.cu_k, o, lse)
         return
     if len(_replays) >= MOST_REPLAYS:
         _replays.clear()
     config = configs.choose("fwd", inputs.problem(), architecture(device))
-    _replays[key] = config, Replay(forward_launch(inputs, o, lse, config))
+    _replays[key] = config, Replay(forward_launch(inputs, o, lse, config), ("q", "k", "v", "cu_q", "cu_k", "o", "lse"))
 
 
 def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
