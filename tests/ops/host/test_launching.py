@@ -1,5 +1,7 @@
 """Launches as values: replays, strides, descriptors, tile widths."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -54,6 +56,18 @@ def test_a_replay_launches_once_and_then_starts_the_compiled_kernel_with_other_t
     replay.run("q2", "o2")
     assert len(kernel.launched) == 1
     assert kernel.compiled.started == [((5, 1, 1), ("q1", 7, "o1", 64)), ((5, 1, 1), ("q2", 7, "o2", 64))]
+
+
+def test_a_replay_keeps_no_tensor_alive():
+    kernel = Kernel()
+    first, later = torch.empty(3), torch.empty(3)
+    known = weakref.ref(first), weakref.ref(later)
+    replay = Replay(Launch(kernel, 5, {"o": first, "q": first, "BLOCK": 64, "size": 7}), ("q", "o"))
+    replay.run(later, later)
+    kernel.launched.clear()
+    kernel.compiled.started.clear()
+    del first, later
+    assert [reference() for reference in known] == [None, None]
 
 
 def test_row_strides():

@@ -33,12 +33,13 @@ class Replay:
     def __init__(self, launch: Launch, names: tuple[str, ...]) -> None:
         self._start = launch.run()[(launch.grid, 1, 1)]
         order = launch.kernel.arg_names
-        self._values = [launch.arguments[name] for name in order]
+        # No tensor is kept: it would stay alive until the next call of its shape.
+        self._values = [None if name in names else launch.arguments[name] for name in order]
         self._positions = [order.index(name) for name in names]
 
     def run(self, *tensors: Any) -> None:
         """Launch with `tensors` in place of those that were there."""
-        values = self._values
+        values = self._values.copy()
         for position, x in zip(self._positions, tensors, strict=True):
             values[position] = x
         self._start(*values)
