@@ -42,7 +42,7 @@ def test_an_unknown_operator_is_wrong_usage():
 
 @pytest.mark.parametrize(("passed", "code", "verdict"), [(True, 0, "PASS: all 1 checks passed"), (False, 1, "FAIL: 1 of 1 checks failed")])
 def test_the_exit_code_is_the_verdict(monkeypatch, passed, code, verdict):
-    monkeypatch.setattr(verify_run, "verify_operator", lambda operator, device: [result(passed, "" if passed else "worst at [0]: 1, expected 2")])
+    monkeypatch.setattr(verify_run, "verify_operator", lambda operator: [result(passed, "" if passed else "worst at [0]: 1, expected 2")])
     outcome = runner.invoke(cli.app, ["verify", "flash"])
     assert outcome.exit_code == code
     assert verdict in outcome.output

@@ -1,6 +1,7 @@
 """`tilewise doctor` finds what is there, and says what to do."""
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -39,6 +40,28 @@ def test_an_old_version_is_a_problem(monkeypatch):
     assert finding.level == "problem"
     assert "3.6 or newer" in finding.advice
     assert not doctor.print_findings([finding], Console(file=open(os.devnull, "w")))  # noqa: SIM115
+
+
+def test_a_missing_package_is_said_and_nothing_else_is_looked_at(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    findings = doctor.examine()
+    assert [finding.subject for finding in findings] == ["python", "torch", "triton"]
+    assert "pip install 'triton>=3.6'" in findings[2].advice
+
+
+def test_a_probe_that_hangs_is_a_finding(monkeypatch):
+    def hang(*args, **kwargs):
+        raise subprocess.TimeoutExpired(args, 120)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "interpreting", lambda: False)
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert "two minutes" in doctor._miscompile().found
+
+
+def test_release_candidates_have_numbers_too():
+    assert doctor._number("3.6rc1") == (3, 6)
+    assert doctor._number("2.13.0+cpu") == (2, 13)
 
 
 @pytest.mark.parametrize(("gpu", "level"), [(True, "problem"), (False, "note")])

@@ -39,7 +39,12 @@ def violations(path: Path, source: str) -> list[str]:
     if path.name in ("reference.py", "simulate.py"):
         bad |= {m for m in modules if under(m, "triton") or (under(m, "tilewise") and last(m, "kernels", "launch", "_tile", "cpu", "api"))}
     if path.name == "launch.py":
-        bad |= {m for m in modules if under(m, "torch.autograd") or last(m, "api", "reference")}
+        bad |= {m for m in modules if under(m, "torch.autograd") or last(m, "api", "reference", "register")}
+        bad |= {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute) and node.attr in ("autograd", "requires_grad")
+        }
     if path.parts[0] == "ops":
         bad |= {m for m in modules if under(m, *WORKBENCH)}
         standard = {m for m in modules if not under(m, *OPS_MAY)}
@@ -64,6 +69,8 @@ def test_import_rules(path):
         ("ops/flash/reference.py", "from tilewise.ops.flash import launch"),
         ("ops/flash/simulate.py", "from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel"),
         ("ops/flash/launch.py", "from torch.autograd import Function"),
+        ("ops/flash/launch.py", "import torch\nclass F(torch.autograd.Function): pass"),
+        ("ops/flash/launch.py", "from tilewise.ops._host.register import register"),
         ("ops/flash/api.py", "def f():\n    from tilewise.verify import run"),
         ("ops/_host/checks.py", "import numpy"),
     ],

@@ -1,5 +1,6 @@
 """`tilewise`: one command, one subcommand a verb. It decides how Triton runs before anything imports triton."""
 
+import importlib.util
 import sys
 from typing import Annotated
 
@@ -18,7 +19,9 @@ def _console() -> Console:
 
 @app.callback()
 def _start() -> None:
-    interpreter.use_where_no_gpu()
+    # Without torch only doctor runs, to say so.
+    if importlib.util.find_spec("torch") is not None:
+        interpreter.use_where_no_gpu()
 
 
 @app.command()
@@ -28,7 +31,7 @@ def verify(
 ) -> None:
     """Check operators against their reference: outputs, LSE and gradients of every backend that runs here."""
     from tilewise.verify.report import print_results
-    from tilewise.verify.run import standard_device, verify_operator
+    from tilewise.verify.run import verify_operator
 
     console = _console()
     try:
@@ -36,8 +39,7 @@ def verify(
     except ValueError as error:
         console.print(f"[red]error[/]: {error}", highlight=False)
         raise typer.Exit(2) from None
-    device = standard_device()
-    results = (result for operator in chosen for result in verify_operator(operator, device))
+    results = (result for operator in chosen for result in verify_operator(operator))
     if not print_results(results, console, verbose):
         raise typer.Exit(1)
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 Level = Literal["ok", "note", "problem"]
+MISSING = "not installed"
 MINIMUM = {"torch": (2, 10), "triton": (3, 6)}
 
 
@@ -31,7 +33,10 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything, in the order in which one would ask."""
-    return [Finding("python", platform.python_version()), *_versions(), *_gpu(), _mode(), _compiler(), _miscompile()]
+    findings = [Finding("python", platform.python_version()), *_versions()]
+    if any(finding.found == MISSING for finding in findings):
+        return findings
+    return [*findings, *_gpu(), _mode(), _compiler(), _miscompile()]
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> bool:
@@ -47,14 +52,14 @@ def print_findings(findings: Iterable[Finding], console: Console) -> bool:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
 def _versions() -> Iterable[Finding]:
     for package, minimum in MINIMUM.items():
         needed = ".".join(map(str, minimum))
         if importlib.util.find_spec(package) is None:
-            yield Finding(package, "not installed", "problem", f"pip install '{package}>={needed}'")
+            yield Finding(package, MISSING, "problem", f"pip install '{package}>={needed}'")
             continue
         version = importlib.metadata.version(package)
         old = _number(version) < minimum
@@ -120,7 +125,10 @@ def _miscompile() -> Finding:
     wrong = "this Triton miscompiles them"
     advice = "tilewise's own kernels avoid them; in yours, pad tiles of fewer than 64 channels in 16 bits to the width of the others"
     # In a process of its own: wrong code may end it, or the GPU context with it.
-    result = subprocess.run([sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120)
+    try:
+        result = subprocess.run([sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return Finding(subject, "the probe did not end within two minutes", "note", advice)
     if result.returncode != 0:
         return Finding(subject, f"{wrong}, or cannot run: {result.stderr.strip().splitlines()[-1:]}", "note", advice)
     error = float(result.stdout)

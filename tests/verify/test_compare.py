@@ -44,7 +44,7 @@ def test_an_error_spread_over_all_elements_fails_by_its_mean_square():
     assert "root mean square" in comparison.problem
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros_like(EAGER), EAGER * 1.05, EAGER.roll(1, 0), -EAGER], ids=["zeros", "factor", "shifted", "negated"])
+@pytest.mark.parametrize("wrong", [torch.zeros_like(EAGER), EAGER * 1.02, EAGER.roll(1, 0), -EAGER], ids=["zeros", "factor", "shifted", "negated"])
 def test_wrong_tensors_fail(wrong):
     assert not judge(wrong).passed
 
@@ -75,6 +75,24 @@ def test_exact_zeros_stay_exact():
     zeros = torch.zeros_like(TRUTH)
     assert judge(torch.zeros_like(EAGER), zeros, torch.zeros_like(EAGER)).passed
     assert not judge(torch.full_like(EAGER, 1e-6), zeros, torch.zeros_like(EAGER)).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_wrong_dtype_fails(dtype):
+    comparison = judge(EAGER.to(dtype))
+    assert not comparison.passed
+    assert f"dtype {dtype}, expected torch.bfloat16" in comparison.problem
+
+
+def test_an_lse_in_16_bits_fails():
+    case = next(case for case in CASES if case.name == "small")
+
+    def narrow(q, k, v):
+        o, lse = flash_attention(q, k, v)
+        return o, lse.bfloat16()
+
+    comparisons = verify_case(registry.find("flash"), case, narrow, DTYPES["bf16"], torch.device("cpu"))
+    assert "dtype torch.bfloat16, expected torch.float32" in comparisons[1].problem
 
 
 def test_the_lse_is_held_to_fp32_in_every_dtype():

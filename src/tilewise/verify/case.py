@@ -27,4 +27,10 @@ class Case:
     def inputs(self, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs in `dtype` on `device`, the same for the same seed on every machine. Strides survive."""
         tensors = self.make(torch.Generator().manual_seed(seed))
-        return {name: (x.to(device, dtype) if x.is_floating_point() else x.to(device)) for name, x in tensors.items()}
+        return {name: _convert(x, device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
+
+
+def _convert(x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(device, dtype)` with its strides and what lies around it: an expanded or cut tensor stays one."""
+    around = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return around.to(device, dtype).as_strided(x.shape, x.stride(), x.storage_offset())

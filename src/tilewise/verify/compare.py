@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-# How many times eager torch's error an implementation may make: outputs, gradients, and the root mean square of either.
+# How many times eager torch's error an implementation may make.
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-RMS_FACTOR = 2.0
 # Roundings in fp32 on the way to a result that eager torch may happen to get exactly (a softmax over one key).
 INNER_ROUNDINGS = 4
 
@@ -33,13 +32,13 @@ class Comparison:
 
 
 def compare(name: str, actual: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, *, gradient: bool = False, floor: float = 0.0) -> Comparison:
-    """Compare `actual` with fp64 `truth`, given what `eager` torch makes of it in the same precision.
+    """Compare `actual` with fp64 `truth`, given what `eager` torch makes of it in the same precision, and so in the dtype it must have.
 
-    Its greatest error may be 2 times eager's (3 for gradients) and its root mean square error 2 times eager's, each with a floor: one rounding of
-    the largest value and a few of fp32, or `floor` times it. Where the truth is exactly zero everywhere, actual must be so too. -inf must stand
+    Its greatest error, and its root mean square error, may be 2 times eager's (3 times for gradients), each with a floor: two roundings of the
+    largest value and a few of fp32, or `floor` times that value. Where the truth is exactly zero everywhere, actual must be so too. -inf must stand
     exactly where the truth has it.
     """
-    problem = _mismatch(actual, truth)
+    problem = _mismatch(actual, truth, eager.dtype)
     if problem:
         return Comparison(name, False, problem, math.nan, math.nan, math.nan, math.nan)
     finite = truth.isfinite()
@@ -48,9 +47,11 @@ def compare(name: str, actual: torch.Tensor, truth: torch.Tensor, eager: torch.T
         return Comparison(name, True, "", 0.0, 0.0, 0.0, 0.0)
     diff = (actual[finite].double() - expected).abs()
     error = (eager[finite].double() - expected).abs()
+    # Two roundings, each of half the distance between two numbers: of an operand, and of the result. Their mean square is well below half of that.
     floor = max(floor, torch.finfo(actual.dtype).eps + INNER_ROUNDINGS * torch.finfo(torch.float32).eps)
-    allowed = (GRADIENT_FACTOR if gradient else OUTPUT_FACTOR) * error.max().item() + floor * expected.abs().max().item()
-    allowed_rms = RMS_FACTOR * _rms(error) + floor * _rms(expected)
+    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+    allowed = max(factor * error.max().item(), floor * expected.abs().max().item())
+    allowed_rms = max(factor * _rms(error), floor / 2 * _rms(expected))
     if diff.max().item() > allowed:
         at = tuple(int(i) for i in finite.nonzero()[diff.argmax()])
         problem = f"worst at {list(at)}: {actual[at].item():.6g}, expected {truth[at].item():.6g}"
@@ -63,10 +64,12 @@ def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def _mismatch(actual: torch.Tensor, truth: torch.Tensor) -> str:
+def _mismatch(actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> str:
     """What makes the tensors incomparable, or a value that is not finite where the truth is; empty where nothing does."""
     if actual.shape != truth.shape:
         return f"shape {list(actual.shape)}, expected {list(truth.shape)}"
+    if actual.dtype != dtype:
+        return f"dtype {actual.dtype}, expected {dtype}"
     bad = (~actual.isfinite() & truth.isfinite()) | (~truth.isfinite() & (actual != truth))
     if bad.any():
         at = tuple(int(i) for i in bad.nonzero()[0])

@@ -86,20 +86,19 @@ def _floor(case: Case, name: str, truth: Tensors) -> float:
     return torch.finfo(torch.float32).eps * lse[lse.isfinite()].abs().max().item()
 
 
-def backends(device: torch.device) -> tuple[str, ...]:
-    """The backends that run here, beside the reference."""
-    return ("triton",) if device.type == "cuda" else ("triton", "cpu") if interpreting() else ("cpu",)
+def backends() -> Iterator[tuple[str, torch.device]]:
+    """The backends that run here beside the reference, each with its device."""
+    if interpreting():
+        yield "triton", torch.device("cpu")
+    elif torch.cuda.is_available():
+        yield "triton", torch.device("cuda")
+    yield "cpu", torch.device("cpu")
 
 
-def standard_device() -> torch.device:
-    """Where verification runs: the GPU where there is one, unless kernels are interpreted."""
-    return torch.device("cuda" if torch.cuda.is_available() and not interpreting() else "cpu")
-
-
-def verify_operator(operator: Operator, device: torch.device, seed: int = SEED) -> Iterator[Result]:
+def verify_operator(operator: Operator, seed: int = SEED) -> Iterator[Result]:
     """The standard check of one operator: every backend that runs here, every case, every dtype."""
     public = operator.load("function")
-    for backend in backends(device):
+    for backend, device in backends():
         interpreted = backend == "triton" and device.type == "cpu"
         function = partial(public, return_lse=True, backend=backend)
         for case in operator.load("cases"):

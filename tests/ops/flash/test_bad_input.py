@@ -47,6 +47,8 @@ BAD = {
     "offsets-start": (packed([1, 8]), ValueError, "cu_seqlens_q starts at 1: the first offset must be 0"),
     "offsets-negative": (packed([0, -1, 8]), ValueError, "cu_seqlens_q decreases from 0 to -1 at position 1"),
     "offsets-unsorted": (packed([0, 5, 3, 8]), ValueError, "cu_seqlens_q decreases from 5 to 3 at position 2"),
+    "offsets-none": (packed([0]), ValueError, "cu_seqlens_q holds no sequence and there are 8 tokens"),
+    "offsets-k-none": (packed([0, 8], cu_seqlens_k=torch.tensor([0])), ValueError, "cu_seqlens_k holds no sequence and there are 8 tokens"),
     "offsets-end": (packed([0, 5]), ValueError, "cu_seqlens_q ends at 5: the last offset must be the number of tokens, 8"),
     "offsets-k-end": (packed([0, 8], cu_seqlens_k=torch.tensor([0, 9])), ValueError, "cu_seqlens_k ends at 9"),
     "offsets-float": (packed([0, 8], dtype=torch.float32), TypeError, "cu_seqlens_q is torch.float32: expected int32 or int64"),

@@ -84,6 +84,82 @@ def test_autocast(place):
     assert q.grad.dtype == torch.float32
 
 
+def test_autocast_does_not_reach_into_the_backward(place):
+    backend, device = place
+    q, k, v = leaves(device, dtype=torch.bfloat16)
+    o = flash_attention(q * 10, k, v, window_size=(100, 0), backend=backend)
+    expected = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        inside = torch.autograd.grad(o.sum(), (q, k, v))
+    for a, b in zip(inside, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_finds_its_tensors_in_any_order():
+    q, k, v = leaves("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flash_attention(window_size=(100, 0), v=v, k=k, q=q).dtype == torch.bfloat16
+
+
+def test_meta_tensors_run_through_the_reference():
+    q, k, v = (torch.empty(1, 8, 2, 16, device="meta") for _ in range(3))
+    assert flash_attention(q, k, v, backend="reference").shape == (1, 8, 2, 16)
+    with pytest.raises(ValueError, match="the tensors are on meta: .*backend='reference'"):
+        flash_attention(q, k, v)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"cu_seqlens_q": torch.tensor([0, 7, 20])}], ids=["plain", "window", "packed"])
+def test_torch_s_default_dtype_changes_nothing(place, options, default):
+    backend, device = place
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+    def run():
+        inputs = leaves(device, packed="cu_seqlens_q" in options)
+        o, lse = flash_attention(*inputs, **options, return_lse=True, backend=backend)
+        return [o, lse, *torch.autograd.grad([o, lse], inputs, [torch.ones_like(o), torch.ones_like(lse)])]
+
+    expected = run()
+    with_default = None
+    inputs = leaves(device, packed="cu_seqlens_q" in options)
+    torch.set_default_dtype(default)
+    try:
+        o, lse = flash_attention(*inputs, **options, return_lse=True, backend=backend)
+        with_default = [o, lse, *torch.autograd.grad([o, lse], inputs, [torch.ones_like(o), torch.ones_like(lse)])]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(with_default, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_transforms_and_forward_mode_are_refused(place):
+    backend, device = place
+    q, k, v = (x.detach() for x in leaves(device))
+
+    def attend(q):
+        return flash_attention(q, k, v, backend=backend)
+
+    for transform in (
+        lambda: torch.func.vmap(attend)(q[None]),
+        lambda: torch.func.jvp(attend, (q,), (q,)),
+        lambda: torch.func.grad(lambda q: attend(q).sum())(q),
+    ):
+        with pytest.raises(NotImplementedError, match="torch.func.*backend='reference'"):
+            transform()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"):
+        attend(torch.autograd.forward_ad.make_dual(q, q))
+
+
+def test_nan_is_not_a_row_that_sees_nothing(place):
+    backend, device = place
+    q, k, v = (x.detach() for x in leaves(device))
+    q[0, 3] = torch.nan
+    o, lse = flash_attention(q, k, v, return_lse=True, window_size=(100, 0), backend=backend)
+    assert o[0, 3].isnan().all()
+    assert lse[0, :, 3].isnan().all()
+    assert lse[0, :, 4].isfinite().all()
+
+
 def test_autocast_leaves_fp64_alone():
     q, k, v = (x.detach().double() for x in leaves("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -106,6 +106,7 @@ def test_descriptors_read_what_is_aligned():
     assert not fits_descriptor(x[:, :, :, 1:33]), "starts between two lines of 16 bytes"
     assert not fits_descriptor(torch.empty(2, 30, 3, 36, dtype=torch.bfloat16)), "a row of 72 bytes"
     assert not fits_descriptor(x[:, :0]), "empty"
+    assert not fits_descriptor(x[:1].expand(2, -1, -1, -1)), "expanded"
     assert not fits_descriptor(x[0]), "packed: rows past a sequence are another's"
 
 

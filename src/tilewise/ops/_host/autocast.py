@@ -12,15 +12,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def autocasting(function: Function) -> Function:
     """Inside torch.autocast, call `function` with its floating tensors in autocast's dtype (fp64 ones stay) and with autocast off.
 
-    So what an operator computes in fp32 stays in fp32. The first argument tells the device.
+    So what an operator computes in fp32 stays in fp32. The first tensor tells the device.
     """
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        first = arguments[0] if arguments else next(iter(named.values()), None)
-        if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        device = next((x.device.type for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)), "")
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(*arguments, **named)
-        device = first.device.type
         dtype = torch.get_autocast_dtype(device)
 
         def cast(x: Any) -> Any:

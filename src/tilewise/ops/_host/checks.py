@@ -72,8 +72,8 @@ def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
         raise TypeError(f"{name} is torch.float64: backend {backend!r} takes float16, bfloat16 or float32; backend='reference' also takes float64")
 
 
-def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, batch: int | None = None) -> None:
-    """Type, rank, dtype, device and length of packed offsets `[B + 1]`."""
+def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, tokens: int, batch: int | None = None) -> None:
+    """Type, rank, dtype, device and length of packed offsets `[B + 1]` of so many tokens."""
     if not isinstance(offsets, torch.Tensor):
         raise TypeError(f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets")
     if offsets.dtype not in (torch.int32, torch.int64):
@@ -82,6 +82,8 @@ def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device,
         raise ValueError(f"{name} has shape {list(offsets.shape)}: expected [B + 1] offsets, the first 0 and the last N")
     if offsets.device != device:
         raise ValueError(f"{name} is on {offsets.device} and q is on {device}: move it there")
+    if offsets.shape[0] == 1 and tokens > 0:
+        raise ValueError(f"{name} holds no sequence and there are {tokens} tokens: expected [B + 1] offsets, the first 0 and the last {tokens}")
     if batch is not None and offsets.shape[0] != batch + 1:
         raise ValueError(f"{name} holds {offsets.shape[0] - 1} sequences and cu_seqlens_q holds {batch}: they must be equal")
 

@@ -83,12 +83,11 @@ def row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis, and not empty."""
+    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis, not expanded, not empty."""
     if x.dim() != 4 or x.numel() == 0 or x.data_ptr() % 16 != 0:
         return False
     per_line = 16 // x.element_size()
-    stride_b, stride_t, stride_h, _ = x.stride()
-    return stride_b % per_line == 0 and stride_t % per_line == 0 and stride_h % per_line == 0
+    return all(stride > 0 and stride % per_line == 0 for stride in x.stride()[:-1])
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

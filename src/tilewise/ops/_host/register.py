@@ -22,6 +22,11 @@ class Operator:
         """Call as the schema says, all arguments by position."""
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self.overload(*arguments)
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"{self.overload} runs neither inside torch.func's transforms (vmap, grad, jvp, ...) nor in forward-mode differentiation: use "
+                "backend='reference' there"
+            )
         differentiate = False
         for position in self._tensors:
             x = arguments[position]

@@ -51,7 +51,8 @@ def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
 @triton.jit
 def softmax_finish(acc, m, l):
     """Output and natural LSE from the final sums: 0 and -inf for a row that saw nothing."""
-    seen = l > 0.0
+    # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
+    seen = l != 0.0
     l = tl.where(seen, l, 1.0)
     b_o = acc / l[:, None]
     b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))

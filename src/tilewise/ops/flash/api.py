@@ -100,9 +100,9 @@ def _check(
     if cu_seqlens_k is not None and cu_seqlens_q is None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors")
     if cu_seqlens_q is not None:
-        checks.check_offsets_tensor(cu_seqlens_q, "cu_seqlens_q", q.device)
+        checks.check_offsets_tensor(cu_seqlens_q, "cu_seqlens_q", q.device, q.shape[0])
         if cu_seqlens_k is not None:
-            checks.check_offsets_tensor(cu_seqlens_k, "cu_seqlens_k", q.device, batch=cu_seqlens_q.shape[0] - 1)
+            checks.check_offsets_tensor(cu_seqlens_k, "cu_seqlens_k", q.device, k.shape[0], batch=cu_seqlens_q.shape[0] - 1)
         elif k.shape[0] != q.shape[0]:
             raise ValueError(f"q has {q.shape[0]} tokens and k has {k.shape[0]}: give cu_seqlens_k where they differ")
     return backend
@@ -160,7 +160,9 @@ def _run_backward(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     if backend == "cpu":
-        return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
+        # The forward runs with autocast off; a backward may be called inside it.
+        with torch.autocast("cpu", enabled=False):
+            return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
     return launch.backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 BLOCK_M = 128
 BLOCK_N = 512
+# What accumulates, whatever torch's default dtype and device are.
+_STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,10 @@ def _rows(x: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
 
 
 def _keep(rows: slice, keys: slice, off: int, options: Options) -> torch.Tensor:
-    position = torch.arange(rows.start, rows.stop)[:, None] + off
-    key = torch.arange(keys.start, keys.stop)[None, :]
+    position = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + off
+    key = torch.arange(keys.start, keys.stop, device="cpu")[None, :]
     left, right = options.window
-    keep = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool)
+    keep = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device="cpu")
     if options.causal:
         keep &= key <= position
     if left >= 0:
@@ -122,8 +125,8 @@ def _forward_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torc
     kv_heads = k.shape[1]
     for rows in _query_tiles(q.shape[0]):
         shape = (kv_heads, q.shape[1] // kv_heads, rows.stop - rows.start)
-        m, l = torch.full(shape, -torch.inf), torch.zeros(shape)
-        acc = torch.zeros(*shape, v.shape[-1])
+        m, l = torch.full(shape, -torch.inf, **_STATE), torch.zeros(shape, **_STATE)
+        acc = torch.zeros(*shape, v.shape[-1], **_STATE)
         for tile in _tiles(q, k, rows, options):
             m_new = torch.maximum(m, tile.scores.amax(-1))
             shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
@@ -132,7 +135,7 @@ def _forward_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torc
             m, l = m_new, l * rescale + p.sum(-1)
             b_v = _rows(v, tile.keys, kv_heads)[:, 0]
             acc = acc * rescale[..., None] + (p.flatten(1, 2) @ b_v).unflatten(1, shape[1:])
-        seen = l > 0
+        seen = l != 0
         out = acc / l.masked_fill(~seen, 1.0)[..., None]
         o[rows] = out.flatten(0, 1).transpose(0, 1).to(o.dtype)
         lse[:, rows] = torch.where(seen, m + torch.log(l), -torch.inf).flatten(0, 1)
@@ -152,7 +155,7 @@ def _backward_sequence(
     """Fill dq, dk, dv of one sequence, each [T, H, D]; dk and dv are summed over query tiles in fp32, in order."""
     dq, dk, dv = gradients
     kv_heads = k.shape[1]
-    acc_dk, acc_dv = (torch.zeros(kv_heads, x.shape[0], x.shape[-1]) for x in (k, v))
+    acc_dk, acc_dv = (torch.zeros(kv_heads, x.shape[0], x.shape[-1], **_STATE) for x in (k, v))
     for rows in _query_tiles(q.shape[0]):
         b_do = _rows(do, rows, kv_heads)
         delta = (_rows(o, rows, kv_heads) * b_do).sum(-1)
@@ -179,8 +182,8 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq]."""
-    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="cpu")
+    lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], **_STATE)
     if cu_q is None and _fusable(q, k, v, options):
         return _fused_forward(q, k, v, options)
     for at_q, at_k in _sequences(cu_q, cu_k, q.shape[0]):
@@ -208,7 +211,7 @@ def backward(
     """dq, dk and dv in the inputs' dtype and contiguous."""
     if cu_q is None and dlse is None and _fusable(q, k, v, options):
         return tuple(x.contiguous() for x in _fused_backward(q, k, v, o, lse, do, options))
-    gradients = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    gradients = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, k, v))
     for at_q, at_k in _sequences(cu_q, cu_k, q.shape[0]):
         part = q[at_q], k[at_k], v[at_k]
         by_head = at_q if cu_q is None else (slice(None), at_q)

@@ -53,6 +53,20 @@ def strided(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"q": q, "k": k, "v": v}
 
 
+def strided_long(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """More keys than a descriptor is too dear for: q transposed and v cut on lines of 16 bytes, k expanded."""
+    q = torch.randn(2, 2, 70, 64, generator=generator).transpose(1, 2)
+    k = torch.randn(1, 300, 2, 64, generator=generator).expand(2, -1, -1, -1)
+    v = torch.randn(2, 300, 3, 80, generator=generator)[:, :, :2, 8:72]
+    return {"q": q, "k": k, "v": v}
+
+
+def strided_aligned(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The same without the expanded k, so that descriptors can read all of it."""
+    tensors = strided_long(generator)
+    return tensors | {"k": torch.randn(2, 2, 300, 64, generator=generator).transpose(1, 2)}
+
+
 def _case(name: str, about: str, make: Make, *, huge_lse: bool = False, **options: Any) -> Case:
     return Case(name, about, make, options, huge_lse=huge_lse)
 
@@ -79,6 +93,8 @@ CASES = (
     _case("one-channel", "D 1, Dv 1", dense(1, 33, 2, 1)),
     _case("large-logits", "logits up to about ±1e4", dense(1, 65, 2, 16, size=2500.0), huge_lse=True, causal=True),
     _case("strided", "a transposed q, an expanded k, a cut v", strided, causal=True),
+    _case("strided-long", "300 keys, a transposed q, an expanded k, a cut v", strided_long, causal=True),
+    _case("strided-aligned", "300 keys, transposed q and k, a cut v, all on lines of 16 bytes", strided_aligned, causal=True),
     _case("packed", "lengths 0, 70, 1, 0, 33 of one batch", packed([0, 70, 1, 0, 33], 4, 16, kv_heads=2), causal=True),
     _case("packed-cross", "packed, queries and keys of different lengths", packed([5, 0, 66, 9], 2, 16, lengths_k=[70, 3, 0, 40]), causal=True),
     _case("packed-window", "packed, a window of 9 keys", packed([40, 0, 3, 71], 2, 16), window_size=(8, 0)),
