@@ -14,11 +14,11 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
 def most_spilled(dtype: str, channels: int, variant: str) -> int:
-    """Bytes that a thread may spill; some problems are short of registers by nature."""
+    """Bytes that a thread may spill: a little more than it does. Some problems are short of registers by nature."""
     if dtype == "float32":
-        return 2400 if channels == 256 else 1000  # three TF32 products, each operand split in two
+        return 2400 if channels == 256 else 1400  # three TF32 products, each operand split in two
     if variant == "all" or channels % 16 != 0:
-        return 1100  # softcap and both window limits; rows that Triton does not know to be aligned, so an address an element
+        return 1250  # softcap and both window limits; rows that Triton does not know to be aligned, so an address an element
     return 450 if channels == 256 else 120
 
 
