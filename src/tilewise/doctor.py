@@ -114,14 +114,14 @@ def _compiler() -> Finding:
 
 
 def _miscompile() -> Finding:
-    """Triton 3.4 to 3.7 on Hopper: products of a tile narrower than 128 bytes beside a wider one come out wrong, with no error."""
+    """Triton 3.6 on Hopper: products of a tile narrower than 128 bytes beside a wider one come out wrong, with no error."""
     import torch
 
     from tilewise.ops._host.backend import interpreting
 
     subject = "mixed tile widths"
     if not torch.cuda.is_available() or interpreting():
-        return Finding(subject, "not probed: needs a GPU", "note", "Triton 3.4 to 3.7 get them wrong on Hopper; tilewise's own kernels avoid them")
+        return Finding(subject, "not probed: needs a GPU", "note", "Triton 3.6 gets them wrong on Hopper; tilewise's own kernels avoid them")
     wrong = "this Triton miscompiles them"
     advice = "tilewise's own kernels avoid them; in yours, pad tiles of fewer than 64 channels in 16 bits to the width of the others"
     # In a process of its own: wrong code may end it, or the GPU context with it.
