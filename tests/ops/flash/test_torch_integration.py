@@ -114,18 +114,16 @@ def test_torch_s_default_dtype_changes_nothing(place, options, default):
     backend, device = place
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
+    inputs = leaves(device, packed="cu_seqlens_q" in options)
+
     def run():
-        inputs = leaves(device, packed="cu_seqlens_q" in options)
         o, lse = flash_attention(*inputs, **options, return_lse=True, backend=backend)
         return [o, lse, *torch.autograd.grad([o, lse], inputs, [torch.ones_like(o), torch.ones_like(lse)])]
 
     expected = run()
-    with_default = None
-    inputs = leaves(device, packed="cu_seqlens_q" in options)
     torch.set_default_dtype(default)
     try:
-        o, lse = flash_attention(*inputs, **options, return_lse=True, backend=backend)
-        with_default = [o, lse, *torch.autograd.grad([o, lse], inputs, [torch.ones_like(o), torch.ones_like(lse)])]
+        with_default = run()
     finally:
         torch.set_default_dtype(torch.float32)
     for a, b in zip(with_default, expected, strict=True):
