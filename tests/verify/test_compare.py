@@ -8,7 +8,7 @@ import torch
 from tilewise import registry
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.verify.cases.flash import CASES
-from tilewise.verify.compare import compare
+from tilewise.verify.compare import compare, rounding_floor
 from tilewise.verify.run import DTYPES, verify_case
 
 TRUTH = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -123,3 +123,12 @@ def test_wrong_attention_is_caught(wrong, dtype):
     case = next(case for case in CASES if case.name == "medium")
     comparisons = verify_case(registry.find("flash"), case, lambda q, k, v, causal: wrong(q, k, v), DTYPES[dtype], torch.device("cpu"))
     assert not all(comparison.passed for comparison in comparisons)
+
+
+def test_the_floor_knows_three_tf32_products_and_plain_tf32_is_far_above_it():
+    eps = torch.finfo(torch.float32).eps
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert rounding_floor(torch.float32, cpu) == 5 * eps
+    assert rounding_floor(torch.float32, cuda) == 13 * eps
+    assert rounding_floor(torch.bfloat16, cuda) == rounding_floor(torch.bfloat16, cpu)
+    assert rounding_floor(torch.float32, cuda) < 2**-11 / 100

@@ -18,7 +18,8 @@ def autocasting(function: Function) -> Function:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         device = next((x.device.type for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)), "")
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        # torch.compile before torch 2.12 cannot trace torch.amp.is_autocast_available.
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return function(*arguments, **named)
         dtype = torch.get_autocast_dtype(device)
 
