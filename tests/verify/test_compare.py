@@ -129,6 +129,6 @@ def test_the_floor_knows_three_tf32_products_and_plain_tf32_is_far_above_it():
     eps = torch.finfo(torch.float32).eps
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert rounding_floor(torch.float32, cpu) == 5 * eps
-    assert rounding_floor(torch.float32, cuda) == 13 * eps
+    assert rounding_floor(torch.float32, cuda) == 37 * eps
     assert rounding_floor(torch.bfloat16, cuda) == rounding_floor(torch.bfloat16, cpu)
-    assert rounding_floor(torch.float32, cuda) < 2**-11 / 100
+    assert rounding_floor(torch.float32, cuda) < 2**-11 / 50
