@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its public function, its reference and its verification cases, as `module:name`."""
+    """One operator: its public function, its reference and its verification suite, as `module:name`."""
 
     name: str
     summary: str
     function: str
     reference: str
-    cases: str
+    suite: str
 
     def load(self, field: str) -> Any:
-        """The object that `field` (function, reference, cases) names."""
+        """The object that `field` (function, reference, suite) names."""
         module, name = getattr(self, field).split(":")
         return getattr(importlib.import_module(module), name)
 
@@ -27,7 +27,7 @@ _OPERATORS = (
         summary="dense FlashAttention: softmax(q kᵀ) v",
         function="tilewise.ops.flash.api:flash_attention",
         reference="tilewise.ops.flash.reference:flash_attention",
-        cases="tilewise.verify.cases.flash:CASES",
+        suite="tilewise.verify.cases.flash:SUITE",
     ),
 )
 OPERATORS = {operator.name: operator for operator in _OPERATORS}

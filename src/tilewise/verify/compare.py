@@ -1,9 +1,13 @@
 """Is a tensor right? Judged against fp64 truth, by the error that eager torch makes in the same precision."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from tilewise.verify.diagnose import diagnose
+from tilewise.verify.heat import HeatMap, heat_map
 
 # How many times eager torch's error an implementation may make.
 OUTPUT_FACTOR = 2.0
@@ -13,6 +17,31 @@ INNER_ROUNDINGS = 4
 # On a GPU fp32 products run as three TF32 products. Each operand keeps 21 bits (cut, not rounded: 4 fp32 roundings each), and the product of the
 # two rests is dropped (8): 16 a product, and two products stand in a row.
 THREE_TF32_ROUNDINGS = 32
+# A truth whose mean square is not larger than this many times what is allowed cannot tell right from wrong.
+TELLING = 4.0
+# Below this a truth in fp64 is zero by definition, and what it holds is fp64's own rounding.
+ZERO = 1e-12
+RTOL, ATOL = 1e-3, 1e-4
+
+# Why a tensor failed.
+WRONG, SHAPE, DTYPE, NON_FINITE, UNFIT = "wrong values", "wrong shape", "wrong dtype", "non-finite values", "unfit case"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a failed tensor shows: a status, where it is worst, how much of it is off, and the shape of the error."""
+
+    status: str
+    problem: str
+    diagnosis: tuple[str, ...] = ()
+    actual_range: tuple[float, float] = (math.nan, math.nan)
+    expected_range: tuple[float, float] = (math.nan, math.nan)
+    exceeding: int = 0
+    elements: int = 0
+    worst: tuple[int, ...] = ()
+    worst_actual: float = math.nan
+    worst_expected: float = math.nan
+    heat: HeatMap | None = None
 
 
 @dataclass(frozen=True)
@@ -20,47 +49,28 @@ class Comparison:
     """One tensor's verdict, with the statistics of its difference from the truth and what was allowed."""
 
     name: str
-    passed: bool
-    problem: str
-    max_diff: float
-    mean_diff: float
-    std_diff: float
-    allowed: float
+    max_diff: float = math.nan
+    mean_diff: float = math.nan
+    std_diff: float = math.nan
+    max_rel_diff: float = math.nan
+    mean_rel_diff: float = math.nan
+    allowed: float = math.nan
+    failure: Failure | None = None
 
-    def line(self) -> str:
-        """One line for people."""
-        mark = "✓" if self.passed else "✗"
-        numbers = f"max {self.max_diff:.2e}  mean {self.mean_diff:.2e}  std {self.std_diff:.2e}  allowed {self.allowed:.2e}"
-        return f"{mark} {self.name:<4} {numbers}{'  ' + self.problem if self.problem else ''}"
+    @property
+    def passed(self) -> bool:
+        """Whether the tensor is right."""
+        return self.failure is None
 
 
-def compare(name: str, actual: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, *, gradient: bool = False, floor: float = 0.0) -> Comparison:
-    """Compare `actual` with fp64 `truth`, given what `eager` torch makes of it in the same precision, and so in the dtype it must have.
+@dataclass(frozen=True)
+class Limits:
+    """What a tensor's error may be: `largest` in any element, `rms` in the mean square, or where rtol is given atol + rtol · |truth| in each."""
 
-    Its greatest error, and its root mean square error, may be 2 times eager's (3 times for gradients), each with a floor: two roundings of the
-    largest value and a few of fp32, or `floor` times that value. Where the truth is exactly zero everywhere, actual must be so too. -inf must stand
-    exactly where the truth has it.
-    """
-    problem = _mismatch(actual, truth, eager.dtype)
-    if problem:
-        return Comparison(name, False, problem, math.nan, math.nan, math.nan, math.nan)
-    finite = truth.isfinite()
-    expected = truth[finite].double()
-    if expected.numel() == 0:
-        return Comparison(name, True, "", 0.0, 0.0, 0.0, 0.0)
-    diff = (actual[finite].double() - expected).abs()
-    error = (eager[finite].double() - expected).abs()
-    # A mean square error is well below half of the worst case.
-    floor = max(floor, rounding_floor(actual.dtype, actual.device))
-    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
-    allowed = max(factor * error.max().item(), floor * expected.abs().max().item())
-    allowed_rms = max(factor * _rms(error), floor / 2 * _rms(expected))
-    if diff.max().item() > allowed:
-        at = tuple(int(i) for i in finite.nonzero()[diff.argmax()])
-        problem = f"worst at {list(at)}: {actual[at].item():.6g}, expected {truth[at].item():.6g}"
-    elif _rms(diff) > allowed_rms:
-        problem = f"root mean square error {_rms(diff):.2e}, allowed {allowed_rms:.2e}"
-    return Comparison(name, not problem, problem, diff.max().item(), diff.mean().item(), diff.std(correction=0).item(), allowed)
+    largest: float = math.inf
+    rms: float = math.inf
+    rtol: float | None = None
+    atol: float = 0.0
 
 
 def rounding_floor(dtype: torch.dtype, device: torch.device) -> float:
@@ -72,18 +82,121 @@ def rounding_floor(dtype: torch.dtype, device: torch.device) -> float:
     return torch.finfo(dtype).eps + inner * torch.finfo(torch.float32).eps
 
 
+def limits_from_eager(truth: torch.Tensor, eager: torch.Tensor, *, gradient: bool = False, floor: float = 0.0) -> Limits:
+    """Limits from what `eager` torch makes of `truth` in its precision.
+
+    The greatest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor: what rounding alone may cost
+    the largest value, or `floor` times that value. Where the truth is zero everywhere by definition, only what eager makes of it is allowed.
+    """
+    expected = truth[truth.isfinite()].double()
+    if expected.numel() == 0:
+        return Limits(0.0, 0.0)
+    error = (eager[truth.isfinite()].double() - expected).abs()
+    # A mean square error is well below half of the worst case.
+    floor = max(floor, rounding_floor(eager.dtype, eager.device))
+    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+    return Limits(max(factor * error.max().item(), floor * expected.abs().max().item()), max(factor * _rms(error), floor / 2 * _rms(expected)))
+
+
+def is_telling(truth: torch.Tensor, limits: Limits) -> bool:
+    """Whether a wrong result could fail these limits; true for a truth that is zero by definition, where the floor alone judges."""
+    expected = truth[truth.isfinite()].double()
+    return expected.numel() == 0 or expected.abs().max().item() <= ZERO or _rms(expected) >= TELLING * limits.rms
+
+
+def compare(
+    name: str, actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, limits: Limits, axes: str, others: Mapping[str, torch.Tensor] | None = None
+) -> Comparison:
+    """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must stand exactly where the truth has it.
+
+    `axes` and `others` (the truth of the operator's other results) are for the diagnosis of what fails.
+    """
+    if actual.shape != truth.shape:
+        return Comparison(name, failure=Failure(SHAPE, f"shape {list(actual.shape)}, expected {list(truth.shape)}"))
+    if actual.dtype != dtype:
+        return Comparison(name, failure=Failure(DTYPE, f"dtype {actual.dtype}, expected {dtype}"))
+    if bool(truth.isnan().any()):
+        return Comparison(name, failure=Failure(UNFIT, "the truth itself is NaN: the inputs overflow this dtype"))
+    bad = (~actual.isfinite() & truth.isfinite()) | (~truth.isfinite() & (actual != truth))
+    finite = truth.isfinite()
+    expected = truth[finite].double()
+    diff = (actual[finite].double() - expected).abs()
+    if diff.numel() == 0 and not bool(bad.any()):
+        return Comparison(name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    allowed = limits.largest if limits.rtol is None else limits.atol + limits.rtol * expected.abs()
+    status, problem = _verdict(actual, truth, bad, diff, expected, limits, allowed)
+    failure = _failure(status, problem, actual, truth, limits, axes, others or {}) if status else None
+    relative = diff / expected.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    largest = allowed if isinstance(allowed, float) else allowed.max().item()
+    statistics = (diff.max(), diff.mean(), diff.std(correction=0), relative.max(), relative.mean()) if diff.numel() else ()
+    return Comparison(name, *(x.item() for x in statistics), allowed=largest, failure=failure)
+
+
+def compare_tensors(
+    a: torch.Tensor, b: torch.Tensor, name: str = "tensor", rtol: float = RTOL, atol: float = ATOL, verbose: bool = True
+) -> Comparison:
+    """Compare `a` with `b`, taken for the truth, as torch.allclose does, with statistics and a diagnosis; `verbose` prints them."""
+    comparison = compare(name, a, b.double(), a.dtype, Limits(rtol=rtol, atol=atol), "?" * b.ndim)
+    if verbose:
+        from tilewise.verify.text import comparison_lines
+
+        print("\n".join(comparison_lines(comparison, details=True)))
+    return comparison
+
+
+def _verdict(
+    actual: torch.Tensor,
+    truth: torch.Tensor,
+    bad: torch.Tensor,
+    diff: torch.Tensor,
+    expected: torch.Tensor,
+    limits: Limits,
+    allowed: float | torch.Tensor,
+) -> tuple[str, str]:
+    """Status and sentence of what is wrong; empty where nothing is."""
+    if bool(bad.any()):
+        at = tuple(int(i) for i in bad.nonzero()[0])
+        return NON_FINITE, f"{actual[at].item():.6g} at {list(at)}, expected {truth[at].item():.6g} ({int(bad.sum())} of {bad.numel()} elements)"
+    if bool((diff > allowed).any()):
+        at = tuple(int(i) for i in truth.isfinite().nonzero()[(diff - allowed).argmax()])
+        return WRONG, f"worst at {list(at)}: {actual[at].item():.6g}, expected {truth[at].item():.6g}"
+    if _rms(diff) > limits.rms:
+        return WRONG, f"root mean square error {_rms(diff):.2e}, allowed {limits.rms:.2e}"
+    if limits.rtol is None and not is_telling(truth, limits):
+        return UNFIT, f"the reference, {_rms(expected):.2e} in the mean square, is not large against the {limits.rms:.2e} allowed: nothing could fail"
+    return "", ""
+
+
+def _failure(
+    status: str, problem: str, actual: torch.Tensor, truth: torch.Tensor, limits: Limits, axes: str, others: Mapping[str, torch.Tensor]
+) -> Failure:
+    rtol, atol = (RTOL, ATOL) if limits.rtol is None else (limits.rtol, limits.atol)
+    actual, truth = actual.detach().double().cpu(), truth.cpu()
+    # An infinity that stands where it should differs by nothing.
+    diff = torch.where(actual == truth, 0.0, (actual - truth).abs()).nan_to_num(nan=math.inf)
+    largest = limits.largest if limits.rtol is None else atol + rtol * truth[truth.isfinite()].abs().max().item()
+    # Where the mean square alone is too large, what exceeds that is what is diagnosed.
+    largest = min(largest, max(limits.rms, _rms(diff) / 2)) if diff.max().item() <= largest else largest
+    worst = tuple(int(i) for i in torch.unravel_index(diff.argmax(), diff.shape)) if diff.numel() else ()
+    return Failure(
+        status,
+        problem,
+        tuple(diagnose(actual, truth, largest, axes, {name: x.cpu() for name, x in others.items()})),
+        _range(actual),
+        _range(truth),
+        int((diff > atol + rtol * truth.abs()).sum()),
+        diff.numel(),
+        worst,
+        actual[worst].item(),
+        truth[worst].item(),
+        heat_map(diff, largest, axes),
+    )
+
+
+def _range(x: torch.Tensor) -> tuple[float, float]:
+    finite = x[x.isfinite()]
+    return (finite.min().item(), finite.max().item()) if finite.numel() else (math.nan, math.nan)
+
+
 def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-def _mismatch(actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> str:
-    """What makes the tensors incomparable, or a value that is not finite where the truth is; empty where nothing does."""
-    if actual.shape != truth.shape:
-        return f"shape {list(actual.shape)}, expected {list(truth.shape)}"
-    if actual.dtype != dtype:
-        return f"dtype {actual.dtype}, expected {dtype}"
-    bad = (~actual.isfinite() & truth.isfinite()) | (~truth.isfinite() & (actual != truth))
-    if bad.any():
-        at = tuple(int(i) for i in bad.nonzero()[0])
-        return f"{actual[at].item()} at {list(at)}, expected {truth[at].item():.6g} ({int(bad.sum())} of {bad.numel()} elements)"
-    return ""

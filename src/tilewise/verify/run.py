@@ -1,109 +1,271 @@
-"""Runs cases: the truth in fp64, eager torch in the same precision, and the function under test, all with gradients."""
+"""One check: the function under test beside the truth in fp64 and eager torch in the same precision, all with gradients."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+import traceback
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.ops._host.backend import interpreting
 from tilewise.registry import Operator
-from tilewise.verify.case import Case
-from tilewise.verify.compare import Comparison, compare
+from tilewise.verify.batch import reverse, sequences
+from tilewise.verify.compare import NON_FINITE, SHAPE, Comparison, Limits, compare, is_telling, limits_from_eager
+from tilewise.verify.evaluate import Incoming, WrongReturn, evaluate
+from tilewise.verify.fill import make_fill
+from tilewise.verify.memory import MOST_GROWTH, peak_memory
+from tilewise.verify.problem import Problem, Tensors, place
+from tilewise.verify.result import (
+    BATCH_ORDER,
+    CHOICE,
+    ERROR,
+    FAILURE,
+    MEMORY,
+    MODIFIED,
+    NO_GRADIENT,
+    OVERRUN,
+    PADDING,
+    STRIDED,
+    UNREPEATABLE,
+    UNWRITTEN,
+    WARNING,
+    Check,
+    Finding,
+    Result,
+)
+from tilewise.verify.suite import GROWTH, Suite
+from tilewise.verify.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SEED = 42
-# Interpreted kernels cost Python time: the larger cases are left to the CPU backend, and to a GPU.
-NOT_INTERPRETED = ("large",)
-
-Tensors = dict[str, torch.Tensor]
+# Deterministic and independent of the batch order: shown in this dtype where interpretation makes every further run dear.
+PROBED_DTYPE = "bf16"
 
 
-@dataclass(frozen=True)
-class Result:
-    """One case of one backend in one dtype."""
+class Attempt(NamedTuple):
+    """One run of the function: its results, and what was found beside them."""
 
-    operator: str
-    case: str
-    dtype: str
-    backend: str
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every tensor passed."""
-        return all(comparison.passed for comparison in self.comparisons)
-
-    @property
-    def worst(self) -> Comparison:
-        """The first tensor that failed, else the one nearest to its limit."""
-        failed = [comparison for comparison in self.comparisons if not comparison.passed]
-        return failed[0] if failed else max(self.comparisons, key=lambda c: c.max_diff / c.allowed if c.allowed else 0.0)
+    results: dict[str, torch.Tensor | None]
+    findings: tuple[Finding, ...] = ()
 
 
-def evaluate(case: Case, function: Callable[..., Any], inputs: Tensors, dtype: torch.dtype, seed: int) -> Tensors:
-    """Outputs and gradients of `function` on `inputs`, by name, under random incoming gradients for every output.
+class Runner:
+    """Checks of one function, called as the operator's public function is."""
 
-    The incoming gradients are rounded to `dtype` (fp32 for the case's exact outputs) whatever the precision of `inputs`: all runs see the same.
-    """
-    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-    outputs = dict(zip(case.outputs, function(**leaves, **case.options), strict=True))
-    generator = torch.Generator().manual_seed(seed + 1)
-    incoming = [
-        torch.randn(x.shape, generator=generator).to(torch.float32 if name in case.exact else dtype).to(x.device, x.dtype)
-        for name, x in outputs.items()
-    ]
-    wanted = [name for name, x in leaves.items() if x.requires_grad]
-    gradients = torch.autograd.grad(list(outputs.values()), [leaves[name] for name in wanted], incoming)
-    return {name: x.detach() for name, x in outputs.items()} | {f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
+    def __init__(self, operator: Operator, function: Callable[..., Any]) -> None:
+        self._reference = operator.load("reference")
+        self._suite: Suite = operator.load("suite")
+        self._function = function
 
+    def run(self, check: Check) -> Result:
+        """Make the check. What the function raises is a finding; a ValueError says that the check itself names nothing."""
+        started = time.perf_counter()
+        if check.case == GROWTH:
+            return Result(check, findings=self._growth(check), seconds=time.perf_counter() - started)
+        problem = self._suite.find(check.case).problem
+        single = _Single(self._reference, self._function, problem, check)
+        comparisons, findings = single.judge()
+        return Result(check, comparisons, findings, time.perf_counter() - started)
 
-def verify_case(
-    operator: Operator, case: Case, function: Callable[..., Any], dtype: torch.dtype, device: torch.device, seed: int = SEED
-) -> tuple[Comparison, ...]:
-    """Compare `function`, called as the operator's public function is, with the operator's reference on one case."""
-    inputs = case.inputs(seed, dtype, device)
-    reference = operator.load("reference")
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    truth = evaluate(case, reference, wide, dtype, seed)
-    eager = evaluate(case, partial(reference, compute_dtype=dtype), inputs, dtype, seed)
-    if dtype != torch.float32:
-        # What is kept in fp32 is held to fp32's error.
-        exact = evaluate(case, partial(reference, compute_dtype=torch.float32), inputs, dtype, seed)
-        eager |= {name: exact[name] for name in case.exact}
-    actual = evaluate(case, function, inputs, dtype, seed)
-    return tuple(
-        compare(name, actual[name], truth[name], eager[name], gradient=name not in case.outputs, floor=_floor(case, name, truth)) for name in truth
-    )
+    def _growth(self, check: Check) -> tuple[Finding, ...]:
+        problem = self._suite.growth
+        peaks = []
+        for sized in (problem, problem.twice_as_long()):
+            single = _Single(self._reference, self._function, sized, check)
+            inputs = single.inputs(torch.nan, contiguous=True)
+            try:
+                peaks.append(peak_memory(partial(evaluate, sized, single.function, inputs, single.dtype, single.incoming), single.device))
+            except Exception as error:
+                return (_error(error),)
+        if peaks[1] <= MOST_GROWTH * peaks[0]:
+            return ()
+        message = f"{peaks[0] / 1024:.0f} KB at {problem}, {peaks[1] / 1024:.0f} KB for twice the tokens"
+        return (Finding(MEMORY, message, WARNING if check.implementation.external else FAILURE),)
 
 
-def _floor(case: Case, name: str, truth: Tensors) -> float:
-    """The relative error that the contract itself costs: gradients start from an LSE that is kept in fp32."""
-    if not case.huge_lse or name in case.outputs:
-        return 0.0
-    lse = truth["lse"]
-    return torch.finfo(torch.float32).eps * lse[lse.isfinite()].abs().max().item()
+class _Single:
+    """One case in one dtype."""
 
+    def __init__(self, reference: Callable[..., Any], function: Callable[..., Any], problem: Problem, check: Check) -> None:
+        self.problem, self.check = problem, check
+        self.dtype, self.device = DTYPES[check.dtype], torch.device(check.implementation.device)
+        self._reference, self.function = reference, partial(function, **problem.returning)
+        self._values = problem.tensors(make_fill(check.settings.fill, check.settings.seed))
+        self.incoming: Incoming | None = self._incoming if check.settings.gradients else None
 
-def backends() -> Iterator[tuple[str, torch.device]]:
-    """The backends that run here beside the reference, each with its device."""
-    if interpreting():
-        yield "triton", torch.device("cpu")
-    elif torch.cuda.is_available():
-        yield "triton", torch.device("cuda")
-    yield "cpu", torch.device("cpu")
+    def _incoming(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        seed = self.check.settings.seed + 1 + self.problem.outputs.index(name)
+        return make_fill(self.check.settings.fill, seed)(f"d{name}", shape, 1.0)
 
+    def inputs(self, around: float, contiguous: bool = False) -> Tensors:
+        """The inputs as the function gets them, in memory that holds `around` where they do not lie."""
+        return {name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around) for name, x in self._values.items()}
 
-def verify_operator(operator: Operator, seed: int = SEED) -> Iterator[Result]:
-    """The standard check of one operator: every backend that runs here, every case, every dtype."""
-    public = operator.load("function")
-    for backend, device in backends():
-        interpreted = backend == "triton" and device.type == "cpu"
-        function = partial(public, return_lse=True, backend=backend)
-        for case in operator.load("cases"):
-            if interpreted and case.name in NOT_INTERPRETED:
+    def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
+        """The tensors' verdicts and what else was found."""
+        inputs = self.inputs(torch.nan)
+        attempt = self._attempt(inputs, self.incoming)
+        comparisons, findings = self._compare(attempt)
+        if findings or not all(c.passed for c in comparisons):
+            return comparisons, (*findings, *self._causes(comparisons))
+        return comparisons, (*findings, *self._repeats(attempt), *self._reversed(attempt, inputs))
+
+    def _attempt(self, inputs: Tensors, incoming: Incoming | None, fresh: float = torch.nan) -> Attempt:
+        before = {name: (x.clone(), _memory(x).clone()) for name, x in inputs.items()}
+        with Watch(fresh) as watch:
+            try:
+                results = evaluate(self.problem, self.function, inputs, self.dtype, incoming)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            except Exception as error:
+                return Attempt({}, (_error(error),))
+        findings = []
+        for name, x in inputs.items():
+            values, memory = before[name]
+            if not _same_bits(x, values):
+                findings.append(Finding(MODIFIED, f"{name} is not what it was before the call"))
+            elif not torch.equal(_memory(x), memory):
+                findings.append(Finding(OVERRUN, f"memory beside {name} was written"))
+        overrun = watch.overrun()
+        return Attempt(results, (*findings, *((Finding(OVERRUN, overrun),) if overrun else ())))
+
+    def _compare(self, attempt: Attempt) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
+        """Verdicts, and the attempt's findings with those on gradients that never arrive and on choices."""
+        if not attempt.results:
+            return (), attempt.findings
+        findings = list(attempt.findings)
+        inputs = {name: place(x.contiguous(), self.dtype, self.device, 0.0) for name, x in self._values.items()}
+        outputs = {name: x for name in self.problem.outputs if (x := attempt.results[name]) is not None}
+        choices = {name: x for name, x in outputs.items() if not x.is_floating_point()}
+        for name, choice in choices.items():
+            wrong = self.problem.judge_choice(name, choice, inputs, self.dtype)
+            findings += [Finding(CHOICE, f"{name}: {wrong}")] if wrong else []
+        given = {} if findings else self.problem.given_choice(choices)
+        truth, eager = self._truth_and_eager(inputs, given)
+        misshapen = any(outputs[name].shape != truth[name].shape for name in outputs)
+        comparisons = []
+        for name, expected in truth.items():
+            actual = attempt.results[name]
+            if name in choices or (misshapen and name not in outputs):
                 continue
-            for dtype_name, dtype in DTYPES.items():
-                comparisons = verify_case(operator, case, function, dtype, device, seed)
-                yield Result(operator.name, case.name, dtype_name, "triton (interpreted)" if interpreted else backend, comparisons)
+            if actual is None and not bool(expected.any()):
+                actual = torch.zeros_like(expected, dtype=self.dtype)
+            if actual is None:
+                findings.append(Finding(NO_GRADIENT, f"no gradient reaches {name[1:]} (--no-grad checks outputs alone)"))
+                continue
+            others = {other: x for other, x in truth.items() if other != name and other not in choices}
+            comparisons.append(self._compare_one(name, actual, expected, eager[name], truth, others))
+        return tuple(comparisons), tuple(findings)
+
+    def _compare_one(
+        self, name: str, actual: torch.Tensor, expected: torch.Tensor, eager: torch.Tensor, truth: Tensors, others: Tensors
+    ) -> Comparison:
+        gradient = name not in self.problem.outputs
+        tolerances = self.check.settings.tolerances()
+        if tolerances:
+            limits = Limits(rtol=tolerances[0], atol=tolerances[1])
+        else:
+            limits = limits_from_eager(expected, eager, gradient=gradient, floor=self.problem.floor(name, truth))
+        return compare(name, actual, expected, eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others)
+
+    def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
+        def results(inputs: Tensors, **further: Any) -> Tensors:
+            found = evaluate(self.problem, self._reference, inputs, self.dtype, self.incoming, **given, **further)
+            return {name: inputs[name[1:]] * 0 if x is None else x for name, x in found.items()}
+
+        truth = results({name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
+        eager = results(inputs, compute_dtype=self.dtype)
+        if self.dtype != torch.float32:
+            wide = results(inputs, compute_dtype=torch.float32)
+            for name, x in eager.items():
+                # What is kept in fp32 is held to fp32's error; and where 16 bits lose all on the way, fp32 tells what rounding the result costs.
+                overflows = not bool(x.isfinite()[truth[name].isfinite()].all())
+                if name in self.problem.exact or overflows or not self._tells(name, truth[name], x):
+                    eager[name] = wide[name]
+        return truth, eager
+
+    def _tells(self, name: str, truth: torch.Tensor, eager: torch.Tensor) -> bool:
+        return is_telling(truth, limits_from_eager(truth, eager, gradient=name not in self.problem.outputs))
+
+    def _passes(self, attempt: Attempt, status: str = "") -> bool:
+        """Whether `status`, or with none given every failure, is gone."""
+        comparisons, findings = self._compare(attempt)
+        if status:
+            return bool(comparisons) and not any(c.failure and c.failure.status == status for c in comparisons)
+        return not findings and all(c.passed for c in comparisons)
+
+    def _causes(self, comparisons: tuple[Comparison, ...]) -> list[Finding]:
+        """Why it failed, tried out: what happens with harmless memory around the inputs, harmless fresh memory, contiguous inputs."""
+        findings = []
+        if any(c.failure and c.failure.status == NON_FINITE for c in comparisons):
+            if self._passes(self._attempt(self.inputs(0.0), self.incoming), NON_FINITE):
+                findings.append(Finding(PADDING, "with zeros in place of NaN around the inputs no result is NaN: memory outside them is read and used"))
+            if self._passes(self._attempt(self.inputs(torch.nan), self.incoming, fresh=0.0), NON_FINITE):
+                findings.append(Finding(UNWRITTEN, "with zeros in place of NaN in fresh memory no result is NaN: elements are never written"))
+        if not all(c.failure and c.failure.status == SHAPE for c in comparisons) and not all(x.is_contiguous() for x in self._values.values()):
+            if self._passes(self._attempt(self.inputs(torch.nan, contiguous=True), self.incoming)):
+                findings.append(Finding(STRIDED, "the same values in contiguous tensors pass"))
+        return findings
+
+    def _repeats(self, first: Attempt) -> list[Finding]:
+        """Further runs on the same inputs must give the same bits."""
+        probed = not self.check.implementation.interpreted or (self.check.dtype == PROBED_DTYPE and self.check.case == "small")
+        repeat = self.check.settings.repeat or (2 if probed else 1)
+        for _ in range(repeat - 1):
+            differing = _differing(first, self._attempt(self.inputs(torch.nan), self.incoming))
+            if differing:
+                return [Finding(UNREPEATABLE, differing)]
+        return []
+
+    def _reversed(self, first: Attempt, inputs: Tensors) -> list[Finding]:
+        """The batch in reverse order must give the same bits, in reverse order."""
+        if sequences(self.problem, inputs) < 2 or (self.check.implementation.interpreted and self.check.dtype != PROBED_DTYPE):
+            return []
+        packed = {name: inputs[name] for name in self.problem.offsets().values()}
+        turned = reverse(self.problem, self._values, packed)
+        mirrored = self.inputs(torch.nan)
+        for name, x in turned.items():
+            if mirrored[name].is_floating_point():
+                # Strides stay as they were: an input expanded over the batch is the same in any order.
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mirrored[name].stride())
+                mirrored[name][once].copy_(x[once])
+            else:
+                mirrored[name] = x.to(self.device)
+
+        def incoming(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return reverse(self.problem, {name: self._incoming(name, shape)}, packed)[name]
+
+        again = self._attempt(mirrored, incoming if self.incoming else None)
+        results = {name: x for name, x in again.results.items() if x is not None}
+        back = Attempt({**again.results, **reverse(self.problem, results, {name: mirrored[name] for name in packed})}, again.findings)
+        differing = _differing(first, back, skip=[f"d{name}" for name, x in self._values.items() if x.is_floating_point() and 0 in x.stride()])
+        return [Finding(BATCH_ORDER, differing)] if differing else []
+
+
+def _error(error: Exception) -> Finding:
+    if isinstance(error, WrongReturn):
+        return Finding(ERROR, str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+    return Finding(ERROR, f"{type(error).__name__}: {error}{place}")
+
+
+def _memory(x: torch.Tensor) -> torch.Tensor:
+    """All of the memory that x lies in, as bytes."""
+    return torch.tensor([], dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -> str:
+    """Which results differ in any bit, and by how much; empty where none does."""
+    if second.findings:
+        return "; ".join(finding.message for finding in second.findings)
+    sentences = []
+    for name, x in first.results.items():
+        y = second.results[name]
+        if x is None or y is None or _same_bits(x, y) or name in (skip or []):
+            continue
+        sentences.append(f"{name} in {int((x != y).sum())} of {x.numel()} elements, by up to {(x.double() - y.double()).abs().max().item():.2e}")
+    return "; ".join(sentences)

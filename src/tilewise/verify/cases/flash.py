@@ -1,101 +1,208 @@
-"""Flash attention's verification cases."""
+"""Flash attention's problem, cases and planted bugs."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
-from tilewise.verify.case import Case
+from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
+from tilewise.verify.suite import Case, Mutant, Suite
 
-Make = Callable[[torch.Generator], dict[str, torch.Tensor]]
-
-
-def dense(
-    batch: int,
-    queries: int,
-    heads: int,
-    channels: int,
-    *,
-    keys: int | None = None,
-    kv_heads: int | None = None,
-    values: int | None = None,
-    size: float = 1.0,
-) -> Make:
-    """Normal q, k, v of dense shape; `size` multiplies q, and so the logits."""
-    keys, kv_heads, values = (given if given is not None else default for given, default in ((keys, queries), (kv_heads, heads), (values, channels)))
-
-    def make(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        q = torch.randn(batch, queries, heads, channels, generator=generator) * size
-        k = torch.randn(batch, keys, kv_heads, channels, generator=generator)
-        return {"q": q, "k": k, "v": torch.randn(batch, keys, kv_heads, values, generator=generator)}
-
-    return make
+LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
 
 
-def packed(lengths_q: list[int], heads: int, channels: int, *, lengths_k: list[int] | None = None, kv_heads: int | None = None) -> Make:
-    """Packed q, k, v with offsets."""
-    lengths_k = lengths_q if lengths_k is None else lengths_k
+@dataclass(frozen=True)
+class Flash(Problem):
+    """T queries and Tk keys (T where 0), or packed sequences of `lengths`; Hk and Dv are H and D where 0; `size` multiplies q."""
 
-    def make(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        offsets = [torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32) for lengths in (lengths_q, lengths_k)]
-        shapes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads or heads), (sum(lengths_k), kv_heads or heads)
-        q, k, v = (torch.randn(*shape, channels, generator=generator) for shape in shapes)
-        return {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
+    outputs = ("o", "lse")
+    exact = ("lse",)
+    returning = {"return_lse": True}
 
-    return make
+    B: int = 1
+    T: int = 64
+    Tk: int | None = None
+    H: int = 2
+    Hk: int | None = None
+    D: int = 16
+    Dv: int | None = None
+    lengths: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
+    causal: bool = False
+    window: tuple[int, ...] = ()
+    softcap: float = 0.0
+    scale: float | None = None
+    size: float = 1.0
+    layout: str = "plain"
+
+    def tensors(self, fill: Fill) -> Tensors:
+        """q, k, v and the offsets of packed sequences."""
+        keys = self.T if self.Tk is None else self.Tk
+        kv_heads, values = self.Hk or self.H, self.Dv or self.D
+        if self.lengths:
+            lengths_k = self.lengths_k or self.lengths
+            q = fill("q", (sum(self.lengths), self.H, self.D), self.size)
+            k = fill("k", (sum(lengths_k), kv_heads, self.D), 1.0)
+            v = fill("v", (sum(lengths_k), kv_heads, values), 1.0)
+            return {"q": q, "k": k, "v": v, "cu_seqlens_q": cumulative(self.lengths), "cu_seqlens_k": cumulative(lengths_k)}
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
+        mixed = self.layout.startswith("mixed")
+        q = fill("q", (self.B, self.T, self.H, self.D), self.size)
+        k = fill("k", (1 if mixed else self.B, keys, kv_heads, self.D), 1.0)
+        v = fill("v", (self.B, keys, kv_heads, values), 1.0)
+        if self.layout == "plain":
+            return {"q": q, "k": k, "v": v}
+        k = k.expand(self.B, -1, -1, -1) if mixed else transposed(k)
+        return {"q": transposed(q), "k": k, "v": cut(v, 3 if self.layout == "mixed" else 8)}
+
+    def options(self) -> dict[str, Any]:
+        """Only what differs from the defaults, so that an implementation may lack what a case does not use."""
+        options: dict[str, Any] = {"causal": True} if self.causal else {}
+        options |= {"window_size": self.window} if self.window else {}
+        options |= {"softcap": self.softcap} if self.softcap else {}
+        return options | ({"scale": self.scale} if self.scale is not None else {})
+
+    def axes(self) -> dict[str, str]:
+        """Batch, tokens, heads, channels; without the batch where packed."""
+        if self.lengths:
+            return {"q": "THD", "k": "THD", "v": "THD", "o": "THD", "lse": "HT"}
+        return {"q": "BTHD", "k": "BTHD", "v": "BTHD", "o": "BTHD", "lse": "BHT"}
+
+    def offsets(self) -> dict[str, str]:
+        """Queries and results by the queries' offsets, keys and values by theirs."""
+        if not self.lengths:
+            return {}
+        return {"q": "cu_seqlens_q", "o": "cu_seqlens_q", "lse": "cu_seqlens_q", "k": "cu_seqlens_k", "v": "cu_seqlens_k"}
+
+    @property
+    def width(self) -> int:
+        """The wider of D and Dv."""
+        return max(self.D, self.Dv or 0)
+
+    def twice_as_long(self) -> Self:
+        """Twice the queries and keys."""
+        return dataclasses.replace(self, T=2 * self.T)
+
+    def floor(self, name: str, truth: Tensors) -> float:
+        """Gradients start from an LSE that is kept in fp32: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay."""
+        lse = truth["lse"][truth["lse"].isfinite()]
+        return torch.finfo(torch.float32).eps * lse.abs().max().item() if name not in self.outputs and lse.numel() else 0.0
 
 
-def strided(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """q as a transposed [B, H, T, D] view, k expanded over the batch, v cut out of a wider tensor."""
-    q = torch.randn(2, 4, 51, 16, generator=generator).transpose(1, 2)
-    k = torch.randn(1, 51, 4, 16, generator=generator).expand(2, -1, -1, -1)
-    v = torch.randn(2, 51, 4, 40, generator=generator)[..., 3:19]
-    return {"q": q, "k": k, "v": v}
-
-
-def strided_long(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """More keys than a descriptor is too dear for: q transposed and v cut on lines of 16 bytes, k expanded."""
-    q = torch.randn(2, 2, 70, 64, generator=generator).transpose(1, 2)
-    k = torch.randn(1, 300, 2, 64, generator=generator).expand(2, -1, -1, -1)
-    v = torch.randn(2, 300, 3, 80, generator=generator)[:, :, :2, 8:72]
-    return {"q": q, "k": k, "v": v}
-
-
-def strided_aligned(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The same without the expanded k, so that descriptors can read all of it."""
-    tensors = strided_long(generator)
-    return tensors | {"k": torch.randn(2, 2, 300, 64, generator=generator).transpose(1, 2)}
-
-
-def _case(name: str, about: str, make: Make, *, huge_lse: bool = False, **options: Any) -> Case:
-    return Case(name, about, make, options, huge_lse=huge_lse)
+def _case(name: str, about: str, **parameters: Any) -> Case:
+    return Case(name, about, Flash(**parameters))
 
 
 CASES = (
-    _case("small", "B 1, T 64, H 4, D 16, Dv 32", dense(1, 64, 4, 16, values=32)),
-    _case("medium", "B 2, T 128, H 8, D 32, Dv 64, causal", dense(2, 128, 8, 32, values=64), causal=True),
-    _case("large", "B 4, T 256, H 8, D 32, Dv 64, causal", dense(4, 256, 8, 32, values=64), causal=True),
-    _case("one-key", "one query, one key", dense(1, 1, 2, 8)),
-    _case("no-keys", "queries and not one key: output 0, LSE -inf", dense(1, 5, 2, 8, keys=0)),
-    _case("no-queries", "keys and not one query: gradients 0", dense(1, 0, 2, 8, keys=5)),
-    _case("odd-lengths", "T 129 past a tile's end", dense(1, 129, 2, 16)),
-    _case("more-keys", "causal, Tq 33 < Tk 97: aligned at the bottom right", dense(1, 33, 2, 16, keys=97), causal=True),
-    _case("sees-nothing", "causal, Tq 97 > Tk 33: the first rows see no key", dense(1, 97, 2, 16, keys=33), causal=True),
-    _case("window", "causal window of 20 keys", dense(1, 150, 2, 16), causal=True, window_size=(19, 0)),
-    _case("window-both", "10 keys before, 4 after", dense(1, 77, 2, 16), window_size=(10, 4)),
-    _case("window-none", "a window that lies beyond the keys for some rows", dense(1, 40, 2, 16, keys=70), window_size=(3, 0)),
-    _case("softcap", "scores capped at ±4", dense(1, 65, 2, 16), softcap=4.0, causal=True),
-    _case("negative-scale", "scale -0.3", dense(1, 65, 2, 16), scale=-0.3, causal=True),
-    _case("zero-scale", "scale 0: the mean of the values", dense(1, 65, 2, 16), scale=0.0, causal=True),
-    _case("gqa-3", "6 query heads, 2 key heads", dense(1, 65, 6, 16, kv_heads=2), causal=True),
-    _case("mqa-16", "16 query heads, one key head", dense(1, 33, 16, 16, kv_heads=1)),
-    _case("odd-channels", "D 40, Dv 24", dense(1, 65, 2, 40, values=24), causal=True),
-    _case("one-channel", "D 1, Dv 1", dense(1, 33, 2, 1)),
-    _case("large-logits", "logits up to about ±1e4", dense(1, 65, 2, 16, size=2500.0), huge_lse=True, causal=True),
-    _case("strided", "a transposed q, an expanded k, a cut v", strided, causal=True),
-    _case("strided-long", "300 keys, a transposed q, an expanded k, a cut v", strided_long, causal=True),
-    _case("strided-aligned", "300 keys, transposed q and k, a cut v, all on lines of 16 bytes", strided_aligned, causal=True),
-    _case("packed", "lengths 0, 70, 1, 0, 33 of one batch", packed([0, 70, 1, 0, 33], 4, 16, kv_heads=2), causal=True),
-    _case("packed-cross", "packed, queries and keys of different lengths", packed([5, 0, 66, 9], 2, 16, lengths_k=[70, 3, 0, 40]), causal=True),
-    _case("packed-window", "packed, a window of 9 keys", packed([40, 0, 3, 71], 2, 16), window_size=(8, 0)),
+    _case("small", "B 1, T 64, H 4, D 16, Dv 32", T=64, H=4, D=16, Dv=32),
+    _case("medium", "B 2, T 128, H 8, D 32, Dv 64, causal", B=2, T=128, H=8, D=32, Dv=64, causal=True),
+    _case("large", "B 4, T 256, H 8, D 32, Dv 64, causal", B=4, T=256, H=8, D=32, Dv=64, causal=True),
+    _case("xl", "B 8, T 512, H 8, D 32, Dv 64, causal", B=8, T=512, H=8, D=32, Dv=64, causal=True),
+    _case("xxl", "B 16, T 1024, H 8, D 32, Dv 64, causal", B=16, T=1024, H=8, D=32, Dv=64, causal=True),
+    _case("one-key", "one query, one key", T=1, D=8),
+    _case("no-keys", "queries and not one key: output 0, LSE -inf", T=5, Tk=0, D=8),
+    _case("no-queries", "keys and not one query: gradients 0", T=0, Tk=5, D=8),
+    _case("block-1", "T 63, one less than a tile", T=63, causal=True),
+    _case("block+1", "T 65, one more than a tile", T=65),
+    _case("odd-lengths", "T 129 past a tile's end", T=129),
+    _case("many-keys", "17 queries over 1040 keys: many steps of the running sum", T=17, Tk=1040, H=1),
+    _case("more-keys", "causal, Tq 33 < Tk 97: aligned at the bottom right", T=33, Tk=97, causal=True),
+    _case("sees-nothing", "causal, Tq 97 > Tk 33: the first rows see no key", T=97, Tk=33, causal=True),
+    _case("window", "causal window of 20 keys", T=150, causal=True, window=(19, 0)),
+    _case("window-both", "10 keys before, 4 after", T=77, window=(10, 4)),
+    _case("window-none", "a window that lies beyond the keys for some rows", T=40, Tk=70, window=(3, 0)),
+    _case("softcap", "scores capped at ±4", T=65, softcap=4.0, causal=True),
+    _case("negative-scale", "scale -0.3", T=65, scale=-0.3, causal=True),
+    _case("zero-scale", "scale 0: the mean of the values", T=65, scale=0.0, causal=True),
+    _case("gqa-3", "6 query heads, 2 key heads", T=65, H=6, Hk=2, causal=True),
+    _case("mqa-6", "6 query heads, one key head", T=33, H=6, Hk=1),
+    _case("mqa-16", "16 query heads, one key head", T=33, H=16, Hk=1),
+    _case("odd-channels", "D 40, Dv 24", T=65, D=40, Dv=24, causal=True),
+    _case("one-channel", "D 1, Dv 1", T=33, D=1),
+    _case("large-logits", "logits up to about ±1e4", T=65, size=2500.0, causal=True),
+    _case("strided", "a transposed q, an expanded k, a cut v", B=2, T=51, H=4, layout="mixed", causal=True),
+    _case("strided-long", "300 keys, the same on lines of 16 bytes", B=2, T=70, Tk=300, D=64, layout="mixed-aligned", causal=True),
+    _case("strided-aligned", "300 keys, transposed q and k, a cut v on lines of 16 bytes", B=2, T=70, Tk=300, D=64, layout="transposed", causal=True),
+    _case("packed", "lengths 0, 70, 1, 0, 33 of one batch", lengths=(0, 70, 1, 0, 33), H=4, Hk=2, causal=True),
+    _case("packed-cross", "packed, queries and keys of different lengths", lengths=(5, 0, 66, 9), lengths_k=(70, 3, 0, 40), causal=True),
+    _case("packed-window", "packed, a window of 9 keys", lengths=(40, 0, 3, 71), window=(8, 0)),
+    _case("d-80", "D 80", T=150, D=80, causal=True),
+    _case("d-96-dv-128", "D 96, Dv 128", T=150, D=96, Dv=128, causal=True),
+    _case("d-128", "D 128, 2 query heads for a key head", B=2, T=200, H=4, Hk=2, D=128, causal=True),
+    _case("d-192-dv-256", "D 192, Dv 256", T=130, H=1, D=192, Dv=256, causal=True),
+    _case("d-256", "D 256, a window on both sides", T=150, H=1, D=256, window=(70, 20)),
+    _case("packed-128", "packed, D 128", lengths=(130, 0, 257, 1), H=2, Hk=1, D=128, causal=True),
 )
+
+_KEEP_RIGHT = "o_n <= o_m + (off + right)"
+_KEEP_LEFT = "o_n >= o_m + (off - left)"
+_STORE_DK = "store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
+_STORE_DV = "store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
+
+MUTANTS = (
+    Mutant("forgotten-rescale", "earlier sums keep the old maximum", "flash.kernels_fwd", "acc = acc * rescale[:, None]", "acc = acc"),
+    Mutant("sum-not-rescaled", "the running sum keeps the old maximum", "_tile.softmax", "l_new = l * rescale +", "l_new = l +"),
+    Mutant("causal-short", "a query does not see itself", "_tile.mask", _KEEP_RIGHT, "o_n < o_m + (off + right)"),
+    Mutant("causal-long", "a query sees the next key", "_tile.mask", _KEEP_RIGHT, "o_n <= o_m + (off + right + 1)"),
+    Mutant("causal-top-left", "the mask is aligned at the top left", "_tile.mask", _KEEP_RIGHT, "o_n <= o_m + right"),
+    Mutant("window-short", "the window's oldest key is lost", "_tile.mask", _KEEP_LEFT, "o_n > o_m + (off - left)"),
+    Mutant("window-long", "the window reaches one key too far", "_tile.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"),
+    Mutant("tail-unmasked", "keys past the end take part", "_tile.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"),
+    Mutant("tail-skipped", "the last, partial key tile is not read", "_tile.mask", "high = n_keys full_high", "high = n_keys // BLOCK_N * BLOCK_N\n    full_high"),
+    Mutant(
+        "diagonal-unmasked", "tiles on the diagonal count as whole", "_tile.mask",
+        "full_high = tl.minimum(n_keys, i_m + 1 + off + right)", "full_high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)",
+    ),
+    Mutant("wrong-kv-head", "query heads take key heads in turn", "flash.kernels_fwd", "i_h // group", "i_h % (n_heads // group)"),
+    Mutant("wrong-kv-head-dq", "the same, in dQ alone", "flash.kernels_bwd", "i_h // group", "i_h % (n_heads // group)"),
+    Mutant("missing-scale", "scores are not scaled", "flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED"),
+    Mutant("sign-ignored", "a negative scale acts as a positive one", "flash.kernels_fwd", "b_q = (b_q * SIGN).to(b_q.dtype)", "b_q = b_q"),
+    Mutant("lse-in-log2", "the LSE is a logarithm to base 2", "_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)"),
+    Mutant("softcap-ignored", "scores are not capped", "_tile.softmax", "b_s = tanh(b_s * score_scale)", "b_s = b_s * score_scale"),
+    Mutant("softcap-gradient", "the cap's derivative is dropped", "_tile.softmax", "b_ds = b_ds * (1.0 - b_s * b_s)", "b_ds = b_ds"),
+    Mutant("empty-row-nan", "a row that sees nothing divides 0 by 0", "_tile.softmax", "seen = l != 0.0", "seen = l >= 0.0"),
+    Mutant("empty-row-shift", "-inf minus -inf", "_tile.softmax", 'shift = tl.where(m_new == float("-inf"), 0.0, m_new)', "shift = m_new"),
+    Mutant("low-precision-sum", "the output is summed in the inputs' precision", "flash.kernels_fwd", "return acc, m, l", "return acc.to(b_v.dtype).to(tl.float32), m, l"),
+    Mutant("dk-dv-swapped", "dk holds dv and dv holds dk", "flash.kernels_bwd", f"{_STORE_DK} {_STORE_DV}", f"""store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
+    store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"""),
+    Mutant("delta-dropped", "softmax's second gradient term is dropped", "_tile.softmax", "b_ds = b_p * (b_dp - b_delta)", "b_ds = b_p * b_dp"),
+    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
+    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
+    Mutant("group-sum-lost", "dK and dV of one query head of the group alone", "flash.kernels_bwd", "i_hk * group + group)", "i_hk * group + 1)"),
+    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "o_n[:, None], Tk, off, left, right), b_pT, 0.0)", "o_n[:, None], Tk, off, left, right), b_pT, b_pT)"),
+    Mutant("packed-start", "every packed sequence starts at token 0", "_tile.varlen", "start, n_rows = sequence_bounds", "_, n_rows = sequence_bounds"),
+    Mutant("store-past-end", "one row past the last is written", "_tile.load", "< rows[5])[:, None]", "<= rows[5])[:, None]"),
+)  # fmt: skip
+
+
+def draw(draw: Callable[[Any], Any]) -> Flash:
+    """A problem of any shape, small enough to interpret."""
+    from hypothesis import strategies as st
+
+    kv_heads = draw(st.sampled_from((1, 2)))
+    lengths = tuple(draw(st.lists(st.integers(0, 90), max_size=4)))
+    limit = st.integers(-1, 100)
+    return Flash(
+        B=draw(st.integers(1, 3)),
+        T=draw(st.integers(0, 150)),
+        Tk=draw(st.none() | st.integers(0, 150)),
+        H=kv_heads * draw(st.sampled_from((1, 2, 3))),
+        Hk=kv_heads,
+        D=draw(st.integers(1, 64)),
+        Dv=draw(st.none() | st.integers(1, 64)),
+        lengths=lengths,
+        lengths_k=tuple(draw(st.lists(st.integers(0, 90), min_size=len(lengths), max_size=len(lengths)))) if draw(st.booleans()) else (),
+        causal=draw(st.booleans()),
+        window=draw(st.just(()) | st.tuples(limit, limit)),
+        softcap=draw(st.sampled_from((0.0, 5.0, 30.0))),
+        scale=draw(st.sampled_from((None, 0.5, -0.3, 0.0))),
+        size=draw(st.sampled_from((1.0, 10.0))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+    )
+
+
+SUITE = Suite(Flash, CASES, growth=Flash(T=256, H=1, D=16, causal=True), draw=draw, mutants=MUTANTS)

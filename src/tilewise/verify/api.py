@@ -1,0 +1,114 @@
+"""verify, as a Python function: what the command line runs, and what other projects call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tilewise import interpreter, registry
+from tilewise.registry import Operator
+from tilewise.verify.implementation import UsageError, check_signature
+from tilewise.verify.plan import DTYPES, implementations, plan
+from tilewise.verify.result import Check, Implementation, MutantResult, Report, Result, Settings
+from tilewise.verify.search import search
+from tilewise.verify.suite import GROWTH, Suite
+from tilewise.verify.worker import Job, run_jobs
+
+
+def verify(
+    op: str,
+    impl: str | Callable[..., Any] | None = None,
+    *,
+    configs: Sequence[str] = (),
+    dtypes: Sequence[str] = DTYPES,
+    settings: Settings | None = None,
+    search_cases: int = 0,
+    mutants: bool = False,
+) -> Report:
+    """Check an implementation of operator `op` against its reference: outputs, gradients, edge cases.
+
+    impl: a callable with the operator's public signature without `backend`, run in this process; or `FILE.py:FUNCTION` /
+    `package.module:function`, run in processes of its own, so that a crash or a hang is a finding; or None, for tilewise's own backends.
+    configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
+    search_cases: further cases to draw. mutants: also score the same checks by planted bugs.
+    Raises UsageError, with what to do, where the request itself is wrong.
+    """
+    settings = settings or Settings()
+    operator = find_operator(op)
+    if callable(impl):
+        return _verify_here(operator, impl, configs, dtypes, settings)
+    interpreter.use_where_no_gpu()
+    report = Report(list(run_checks(plan(operator, impl, configs, dtypes, settings))))
+    if search_cases:
+        report.results += search_failures(operator, impl, search_cases, dtypes, settings)
+    if mutants:
+        report.mutants += score(operator, configs, dtypes, settings)
+    return report
+
+
+def find_operator(name: str) -> Operator:
+    """The operator called `name`; a UsageError lists the names."""
+    try:
+        return registry.find(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def run_checks(checks: Sequence[Check]) -> Iterator[Result]:
+    """Their results in order, from processes of their own."""
+    for results in run_jobs([Job((check,)) for check in checks]):
+        yield from results
+
+
+def search_failures(operator: Operator, impl: str | None, count: int, dtypes: Sequence[str], settings: Settings) -> list[Result]:
+    """For each implementation the smallest failure among `count` drawn cases, where there is one."""
+    failures = []
+    for implementation in implementations(operator, impl):
+        with _Runs() as run:
+            found = search(operator, implementation, count, dtypes, settings, run)
+        failures += [found] if found else []
+    return failures
+
+
+def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> Iterator[MutantResult]:
+    """Each planted bug through the same cases and criterion, until a check fails."""
+    suite: Suite = operator.load("suite")
+    kernels = next((i for i in implementations(operator) if i.name == "triton"), None)
+    if kernels is None:
+        raise UsageError("planted bugs live in kernels, and none runs here: see tilewise doctor")
+    names = list(configs) or [case.name for case in suite.standard(kernels.device, kernels.interpreted)]
+    # One dtype after the other: most bugs show in any.
+    order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
+    checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
+    jobs = [Job(checks, mutant.name, until_failure=True) for mutant in suite.mutants]
+    for mutant, results in zip(suite.mutants, run_jobs(jobs), strict=True):
+        last = results[-1]
+        caught = "" if last.passed else f"{last.check.case} {last.check.dtype}"
+        yield MutantResult(operator.name, mutant.name, mutant.about, caught, ", ".join(last.statuses))
+
+
+def _verify_here(
+    operator: Operator, function: Callable[..., Any], configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+) -> Report:
+    from tilewise.verify.run import Runner
+
+    name = getattr(function, "__qualname__", type(function).__name__)
+    checks = plan(operator, name, configs, dtypes, settings)
+    suite: Suite = operator.load("suite")
+    check_signature(function, name, [suite.find(case) for case in dict.fromkeys(c.case for c in checks) if case != GROWTH])
+    runner = Runner(operator, function)
+    return Report([runner.run(check) for check in checks])
+
+
+class _Runs:
+    """Single checks one after the other in one process, which is kept."""
+
+    def __enter__(self) -> Callable[[Check], Result]:
+        from tilewise.verify.worker import Slots
+
+        self._slots = Slots(1, ())
+        return lambda check: self._slots.run(Job((check,)))[0]
+
+    def __exit__(self, *_: object) -> None:
+        self._slots.close()
+
+
+__all__ = ["Check", "Implementation", "MutantResult", "Report", "Result", "Settings", "UsageError", "verify"]

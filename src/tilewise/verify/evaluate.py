@@ -1,0 +1,45 @@
+"""Outputs and gradients of a function on a problem's inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.verify.problem import Problem, Tensors
+
+# An incoming gradient for the output of that name and shape, in fp64.
+Incoming = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+class WrongReturn(Exception):
+    """The function returned something that is not the operator's outputs."""
+
+
+def evaluate(
+    problem: Problem, function: Callable[..., Any], inputs: Tensors, dtype: torch.dtype, incoming: Incoming | None, **further: Any
+) -> dict[str, torch.Tensor | None]:
+    """What `function` returns, by name, and with `incoming` the gradients of its floating inputs, None where none arrives.
+
+    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`: all runs see the same.
+    """
+    leaves = {name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()}
+    outputs = _named(problem, function(**leaves, **problem.options(), **further))
+    results: dict[str, torch.Tensor | None] = {name: x.detach() for name, x in outputs.items()}
+    if incoming is None:
+        return results
+    wanted = [name for name, x in leaves.items() if x.requires_grad]
+    heads = {name: x for name, x in outputs.items() if x.requires_grad}
+    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
+    if heads:
+        arriving = [incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype) for name, x in heads.items()]
+        arriving = [gradient.to(x.device, x.dtype) for gradient, x in zip(arriving, heads.values(), strict=True)]
+        gradients = torch.autograd.grad(list(heads.values()), [leaves[name] for name in wanted], arriving, allow_unused=True)
+    return results | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+
+
+def _named(problem: Problem, returned: Any) -> Tensors:
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
+        got = ", ".join(type(x).__name__ for x in values)
+        raise WrongReturn(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")
+    return dict(zip(problem.outputs, values, strict=True))

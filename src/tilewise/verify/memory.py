@@ -1,0 +1,44 @@
+"""How much memory a call takes at its peak."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+
+# Twice the tokens may take twice the memory, and a little more; four times as much is a matrix of T² elements.
+MOST_GROWTH = 3.0
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that torch allocates while `call` runs, at the most at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _no_output(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    """The profiler's own messages, which it writes past Python, are left out."""
+    saved = [os.dup(number) for number in (1, 2)]
+    with open(os.devnull, "wb") as nowhere:
+        for number in (1, 2):
+            os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)

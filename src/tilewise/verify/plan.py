@@ -1,0 +1,47 @@
+"""Which checks a run consists of."""
+
+import os
+from collections.abc import Sequence
+
+from tilewise.registry import Operator
+from tilewise.verify.implementation import UsageError
+from tilewise.verify.result import Check, Implementation, Settings
+from tilewise.verify.suite import GROWTH, Suite
+
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+def implementations(operator: Operator, external: str | None = None) -> list[Implementation]:
+    """What can be checked here: `external` alone, or the operator's backends (TILEWISE_BACKEND chooses one of them)."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if external:
+        return [Implementation(external, "cuda" if gpu else "cpu", external=True)]
+    if not operator.function:
+        raise UsageError(f"{operator.name} has no kernels here yet: give an implementation to check, --impl FILE.py:FUNCTION")
+    from tilewise.ops._host.backend import interpreting
+
+    found = [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())] if interpreting() or gpu else []
+    found.append(Implementation("cpu", "cpu"))
+    wanted = os.environ.get("TILEWISE_BACKEND")
+    return [implementation for implementation in found if wanted in (None, "", implementation.name)]
+
+
+def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:
+    """The standard checks of an operator, or those of the cases in `configs`."""
+    suite: Suite = operator.load("suite")
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if unknown:
+        raise UsageError(f"there is no dtype {unknown[0]!r}: expected some of {','.join(DTYPES)}")
+    try:
+        chosen = [suite.find(config).name for config in configs]
+    except ValueError as error:
+        raise UsageError(f"{operator.name}: {error}") from None
+    checks = []
+    for implementation in implementations(operator, external):
+        names = chosen or [case.name for case in suite.standard(implementation.device, implementation.interpreted)]
+        checks += [Check(operator.name, implementation, name, dtype, settings) for name in names for dtype in dtypes]
+        if not chosen:
+            checks.append(Check(operator.name, implementation, GROWTH, dtypes[-1], settings))
+    return checks

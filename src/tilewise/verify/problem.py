@@ -1,0 +1,140 @@
+"""A problem: one operator's sizes and options, which read and write as one line (`B=1,T=64,causal=true`) and make the inputs."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+# Values for the tensor of that name and shape, in fp64; `size` multiplies random ones.
+Fill = Callable[[str, tuple[int, ...], float], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+
+# Elements on either side of every input: what an implementation reads there is NaN, what it writes there shows.
+GUARD = 512
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Base of each operator's problem: a frozen dataclass of int, float, bool, str and tuples of int, every field with a default."""
+
+    # What the operator returns, in order.
+    outputs: ClassVar[tuple[str, ...]]
+    # Outputs kept in fp32 whatever the inputs' dtype.
+    exact: ClassVar[tuple[str, ...]] = ()
+    # Arguments with which the public function returns all of them, as the reference always does.
+    returning: ClassVar[dict[str, Any]] = {}
+
+    def tensors(self, fill: Fill) -> Tensors:
+        """The inputs by argument name: floating tensors are cast and differentiated, the rest stays as it is."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that are not tensors."""
+        raise NotImplementedError
+
+    def axes(self) -> dict[str, str]:
+        """What the axes of inputs and outputs are, a letter each: B batch, T tokens, H heads, D channels."""
+        raise NotImplementedError
+
+    def offsets(self) -> dict[str, str]:
+        """For packed inputs and outputs, by name: the input that holds the offsets of their sequences along T."""
+        return {}
+
+    @property
+    def width(self) -> int:
+        """The most channels of an input: interpreted kernels run narrow problems only, by default."""
+        raise NotImplementedError
+
+    def twice_as_long(self) -> Self:
+        """The same with twice the tokens, for measuring how memory grows."""
+        raise NotImplementedError
+
+    def floor(self, _name: str, _truth: Tensors) -> float:
+        """A relative error that the contract itself costs a result, whatever the implementation."""
+        return 0.0
+
+    def judge_choice(self, _name: str, _actual: torch.Tensor, _inputs: Tensors, _dtype: torch.dtype) -> str:
+        """What is wrong with an integer output, a choice; empty where nothing is."""
+        raise NotImplementedError
+
+    def given_choice(self, _outputs: Tensors) -> dict[str, torch.Tensor]:
+        """Arguments that make the reference use the choices in `outputs`, so that the rest is compared under the same ones."""
+        return {}
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The problem that `text` describes; fields left out keep their defaults."""
+        types = typing.get_type_hints(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, value = part.strip().partition("=")
+            if not equals or name not in names:
+                raise ValueError(f"{part.strip()!r} is not a parameter: expected NAME=VALUE with a name out of {', '.join(names)}")
+            try:
+                values[name] = _read(value, types[name])
+            except ValueError:
+                raise ValueError(f"{part.strip()!r}: expected {_KINDS[_kind(types[name])]}") from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        shown = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return ",".join(f"{name}={_write(value)}" for name, value, default in shown if value != default)
+
+
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "integers joined by /, such as 0/70/1"}
+
+
+def _kind(annotation: Any) -> type:
+    """int for `int` and `int | None`, tuple for `tuple[int, ...]`."""
+    given = next((kind for kind in typing.get_args(annotation) if kind not in (type(None), Ellipsis)), annotation)
+    return tuple if typing.get_origin(annotation) is tuple else given
+
+
+def _read(text: str, annotation: Any) -> Any:
+    kind = _kind(annotation)
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError
+        return text == "true"
+    return tuple(int(part) for part in text.split("/")) if kind is tuple else kind(text)
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Offsets of sequences of these lengths, packed."""
+    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same values with heads before tokens in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cut(x: torch.Tensor, start: int) -> torch.Tensor:
+    """The same values as channels `start` and on of a wider tensor that holds NaN elsewhere."""
+    wide = torch.full((*x.shape[:-1], -(-(start + x.shape[-1]) // 8) * 8 + 8), torch.nan, dtype=x.dtype)
+    view = wide[..., start : start + x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def place(x: torch.Tensor, dtype: torch.dtype, device: torch.device, around: float) -> torch.Tensor:
+    """x's values in `dtype` on `device`, strides and alignment kept, in memory that holds `around` everywhere else."""
+    if not x.is_floating_point():
+        return x.to(device)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    offset = GUARD + x.storage_offset()
+    memory = torch.full((offset + span + GUARD,), around, dtype=dtype, device=device)
+    view = memory.as_strided(x.shape, x.stride(), offset)
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
+    view[once].copy_(x[once])
+    return view

@@ -1,0 +1,140 @@
+"""What a check is, and what comes of it. Everything here can be pickled and written as JSON."""
+
+import shlex
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tilewise.verify.compare import ATOL, RTOL, Comparison
+
+SEED = 42
+FAILURE, WARNING = "failure", "warning"
+# Besides a tensor's own (compare.py), what can be found.
+ERROR, CRASH, HANG = "error", "crash", "hang"
+UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
+UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
+PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = "reads padding", "fails on strided inputs", "memory grows as T²", "no gradient", "wrong choice"
+
+
+class Implementation(NamedTuple):
+    """What is checked: one of the operator's backends, or `FILE.py:FUNCTION` / `package.module:function`, on a device."""
+
+    name: str
+    device: str
+    external: bool = False
+    interpreted: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} (interpreted)" if self.interpreted else self.name
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How checks are made: the same settings give the same inputs."""
+
+    seed: int = SEED
+    fill: str = "random"
+    gradients: bool = True
+    repeat: int | None = None
+    rtol: float | None = None
+    atol: float | None = None
+
+    def tolerances(self) -> tuple[float, float] | None:
+        """rtol and atol where either was given."""
+        if self.rtol is None and self.atol is None:
+            return None
+        return (RTOL if self.rtol is None else self.rtol, ATOL if self.atol is None else self.atol)
+
+    def arguments(self) -> list[str]:
+        """As the command line takes them."""
+        words = ["--seed", str(self.seed)] if self.seed != SEED else []
+        words += [f"--{self.fill}"] if self.fill != "random" else []
+        words += [] if self.gradients else ["--no-grad"]
+        for name in ("repeat", "rtol", "atol"):
+            words += [f"--{name}", str(getattr(self, name))] if getattr(self, name) is not None else []
+        return words
+
+
+@dataclass(frozen=True)
+class Check:
+    """One case of one implementation in one dtype; `case` is a name or a problem written out."""
+
+    operator: str
+    implementation: Implementation
+    case: str
+    dtype: str
+    settings: Settings = Settings()
+
+    def command(self) -> str:
+        """The command that repeats this check."""
+        words = ["tilewise", "verify", self.operator, "--config", self.case, "--dtype", self.dtype]
+        words += ["--impl", self.implementation.name] if self.implementation.external else []
+        return shlex.join(words + self.settings.arguments())
+
+
+class Finding(NamedTuple):
+    """Something that is not one tensor's error: its status, what was seen, and whether it fails the check."""
+
+    status: str
+    message: str
+    severity: str = FAILURE
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one check."""
+
+    check: Check
+    comparisons: tuple[Comparison, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor is right and nothing else was found that fails."""
+        return all(c.passed for c in self.comparisons) and all(finding.severity != FAILURE for finding in self.findings)
+
+    @property
+    def statuses(self) -> tuple[str, ...]:
+        """Why it failed."""
+        found = [finding.status for finding in self.findings if finding.severity == FAILURE]
+        return tuple(dict.fromkeys(found + [c.failure.status for c in self.comparisons if c.failure]))
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The first tensor that failed, else the one nearest to its limit."""
+        failed = [c for c in self.comparisons if not c.passed]
+        return failed[0] if failed else max(self.comparisons, key=lambda c: c.max_diff / c.allowed if c.allowed else 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class MutantResult:
+    """Whether a planted bug was caught, and by which check."""
+
+    operator: str
+    name: str
+    about: str
+    caught_by: str
+    status: str
+
+    @property
+    def caught(self) -> bool:
+        """Whether any check failed."""
+        return bool(self.caught_by)
+
+
+@dataclass
+class Report:
+    """Everything that one run of verify found."""
+
+    results: list[Result] = field(default_factory=list)
+    mutants: list[MutantResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked, all of it passed, and no planted bug got away."""
+        return bool(self.results or self.mutants) and all(result.passed for result in self.results) and all(mutant.caught for mutant in self.mutants)
+
+    @property
+    def failures(self) -> list[Result]:
+        """The checks that failed."""
+        return [result for result in self.results if not result.passed]

@@ -1,0 +1,82 @@
+"""What an operator declares to be verified: its problem, named cases, planted bugs, and how to draw further cases."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.verify.problem import Problem
+
+# Sizes that every operator has, in order; other cases are the edge battery.
+NAMED = ("small", "medium", "large", "xl", "xxl", "nsa-507")
+# Interpreted kernels run cases up to this many channels by default.
+INTERPRETED_WIDTH = 64
+# Seconds that one check may take before it counts as hanging.
+TIME_LIMIT = 120.0
+LONG_TIME_LIMIT = 1800.0
+# The check that is not a case: how memory grows with the sequence.
+GROWTH = "memory-growth"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem with a name."""
+
+    name: str
+    about: str
+    problem: Problem
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds it may take."""
+        return LONG_TIME_LIMIT if self.name in ("xl", "xxl") else TIME_LIMIT
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug: in the source of `module` (under tilewise.ops), `old` is replaced by `new` wherever it stands."""
+
+    name: str
+    about: str
+    module: str
+    old: str
+    new: str
+
+    def plant(self, source: str) -> str:
+        """The source with the bug; a ValueError where `old` is not in it, for then nothing would be planted."""
+        # Spaces and line breaks count alike, so that reformatting a kernel does not disarm a mutant.
+        pattern = r"\s+".join(re.escape(word) for word in self.old.split())
+        planted, count = re.subn(pattern, lambda _: self.new, source)
+        if count == 0:
+            raise ValueError(f"the planted bug {self.name!r} finds no {self.old!r} in tilewise.ops.{self.module}: bring it up to date")
+        return planted
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All of one operator. `draw` builds a problem from hypothesis's draw function; `growth` is the problem that memory is measured on."""
+
+    problem: type[Problem]
+    cases: tuple[Case, ...]
+    growth: Problem
+    draw: Callable[[Callable[[Any], Any]], Problem]
+    mutants: tuple[Mutant, ...] = ()
+
+    def find(self, text: str) -> Case:
+        """The case called `text`, or the problem that it writes out."""
+        for case in self.cases:
+            if case.name == text:
+                return case
+        if "=" in text:
+            return Case(text, "", self.problem.parse(text))
+        raise ValueError(f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem such as T=65,D=16")
+
+    def standard(self, device: str, interpreted: bool) -> tuple[Case, ...]:
+        """The cases that run by default: all on a GPU; elsewhere no larger than `large`; interpreted, `small` and the narrow edge battery."""
+
+        def runs(case: Case) -> bool:
+            if interpreted:
+                return case.name == "small" or (case.name not in NAMED and case.problem.width <= INTERPRETED_WIDTH)
+            return device != "cpu" or case.name not in ("xl", "xxl")
+
+        return tuple(case for case in self.cases if runs(case))
