@@ -1,13 +1,16 @@
 """`tilewise`: one command, one subcommand a verb. It decides how Triton runs before anything imports triton."""
 
 import importlib.util
+import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from tilewise import interpreter, registry
+from tilewise import interpreter
 
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
 
@@ -27,20 +30,50 @@ def _start() -> None:
 @app.command()
 def verify(
     operators: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators to check; all of them by default.")] = None,
+    impl: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Check this function, or package.module:function, in place of ours.")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A case by name or written out (T=65,D=16); may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtypes to check.")] = "fp32,fp16,bf16",
+    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
+    range_raw: Annotated[bool, typer.Option("--range-raw", help="Fill inputs by rule: element i is i, k negated.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of random inputs.")] = 42,
+    search: Annotated[int, typer.Option(min=0, metavar="N", help="Draw N further cases; a failure is shrunk to one command.")] = 0,
+    rtol: Annotated[
+        float | None, typer.Option(help="Judge by allclose with this, in place of eager torch's error; 1e-3 where only atol is given.")
+    ] = None,
+    atol: Annotated[float | None, typer.Option(help="Likewise; 1e-4 where only rtol is given.")] = None,
+    no_grad: Annotated[bool, typer.Option("--no-grad", help="Check outputs alone.")] = False,
+    mutants: Annotated[bool, typer.Option("--mutants", help="Score the same checks by planted bugs.")] = False,
+    repeat: Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs of each case that must agree bit for bit.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report with heat maps of the errors.")] = None,
+    list_names: Annotated[bool, typer.Option("--list", help="List operators, cases and planted bugs.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every tensor of every case.")] = False,
 ) -> None:
-    """Check operators against their reference: outputs, LSE and gradients of every backend that runs here."""
-    from tilewise.verify.report import print_results
-    from tilewise.verify.run import verify_operator
+    """Check an implementation against the reference: outputs, gradients, edge cases. Exit code 0: all passed; 1: a failure; 2: wrong usage."""
+    from tilewise.verify.command import Request, list_cases, run_request
+    from tilewise.verify.implementation import UsageError
+    from tilewise.verify.result import Settings
 
     console = _console()
     try:
-        chosen = [registry.find(name) for name in operators or registry.OPERATORS]
-    except ValueError as error:
-        console.print(f"[red]error[/]: {error}", highlight=False)
+        if by_range and range_raw:
+            raise UsageError("--range and --range-raw fill the same inputs: give one of them")
+        if list_names:
+            list_cases(operators or [], console)
+            return
+        fill = "range" if by_range else "range-raw" if range_raw else "random"
+        settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
+        command = shlex.join(["tilewise", *sys.argv[1:]])
+        dtypes = [name.strip() for name in dtype.split(",")]
+        request = Request(operators or [], impl, config or [], dtypes, settings, search, mutants, json, html, fail_fast, verbose, command)
+        passed = run_request(request, console)
+    except UsageError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
-    results = (result for operator in chosen for result in verify_operator(operator))
-    if not print_results(results, console, verbose):
+    if not passed:
         raise typer.Exit(1)
 
 

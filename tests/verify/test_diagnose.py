@@ -271,7 +271,7 @@ def test_a_factor_says_nothing_of_rows_whose_truth_is_zero():
     assert len(say(2 * truth, truth)) == 1
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (1, 1, 1, 1), (2, 3), (1, 2, 1, 7)])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (9,), (3, 0, 2), (1, 1, 1, 1), (2, 3), (1, 2, 1, 7)])
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("allowed", [0.0, 0.5, math.inf, math.nan])
 def test_small_and_odd_tensors_raise_nothing(shape, value, allowed):

@@ -7,10 +7,10 @@ from tilewise import interpreter, registry
 from tilewise.registry import Operator
 from tilewise.verify.implementation import UsageError, check_signature
 from tilewise.verify.plan import DTYPES, implementations, plan
-from tilewise.verify.result import Check, Implementation, MutantResult, Report, Result, Settings
-from tilewise.verify.search import search
+from tilewise.verify.result import SEED, Check, MutantResult, Report, Result, Settings
+from tilewise.verify.search import find_failure
 from tilewise.verify.suite import GROWTH, Suite
-from tilewise.verify.worker import Job, run_jobs
+from tilewise.verify.worker import Job, one_process, run_jobs
 
 
 def verify(
@@ -19,8 +19,13 @@ def verify(
     *,
     configs: Sequence[str] = (),
     dtypes: Sequence[str] = DTYPES,
-    settings: Settings | None = None,
-    search_cases: int = 0,
+    seed: int = SEED,
+    fill: str = "random",
+    gradients: bool = True,
+    repeat: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    search: int = 0,
     mutants: bool = False,
 ) -> Report:
     """Check an implementation of operator `op` against its reference: outputs, gradients, edge cases.
@@ -28,17 +33,22 @@ def verify(
     impl: a callable with the operator's public signature without `backend`, run in this process; or `FILE.py:FUNCTION` /
     `package.module:function`, run in processes of its own, so that a crash or a hang is a finding; or None, for tilewise's own backends.
     configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
-    search_cases: further cases to draw. mutants: also score the same checks by planted bugs.
+    fill: `random` (by `seed`), `range` or `range-raw`. repeat: how many runs must agree bit for bit.
+    rtol, atol: judge by these in place of eager torch's error. search: how many further cases to draw.
+    mutants: also score the same checks by planted bugs.
     Raises UsageError, with what to do, where the request itself is wrong.
     """
-    settings = settings or Settings()
+    settings = Settings(seed, fill, gradients, repeat, rtol, atol)
     operator = find_operator(op)
     if callable(impl):
-        return _verify_here(operator, impl, configs, dtypes, settings)
-    interpreter.use_where_no_gpu()
-    report = Report(list(run_checks(plan(operator, impl, configs, dtypes, settings))))
-    if search_cases:
-        report.results += search_failures(operator, impl, search_cases, dtypes, settings)
+        report = _verify_here(operator, impl, configs, dtypes, settings, search)
+    else:
+        interpreter.use_where_no_gpu()
+        report = Report(list(run_checks(plan(operator, impl, configs, dtypes, settings))))
+        if search:
+            report.results += search_failures(operator, impl, search, dtypes, settings)
+    if search:
+        report.searched[op] = search
     if mutants:
         report.mutants += score(operator, configs, dtypes, settings)
     return report
@@ -62,8 +72,8 @@ def search_failures(operator: Operator, impl: str | None, count: int, dtypes: Se
     """For each implementation the smallest failure among `count` drawn cases, where there is one."""
     failures = []
     for implementation in implementations(operator, impl):
-        with _Runs() as run:
-            found = search(operator, implementation, count, dtypes, settings, run)
+        with one_process() as run:
+            found = find_failure(operator, implementation, count, dtypes, settings, run)
         failures += [found] if found else []
     return failures
 
@@ -86,29 +96,16 @@ def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], set
 
 
 def _verify_here(
-    operator: Operator, function: Callable[..., Any], configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+    operator: Operator, function: Callable[..., Any], configs: Sequence[str], dtypes: Sequence[str], settings: Settings, search: int
 ) -> Report:
     from tilewise.verify.run import Runner
 
     name = getattr(function, "__qualname__", type(function).__name__)
     checks = plan(operator, name, configs, dtypes, settings)
     suite: Suite = operator.load("suite")
-    check_signature(function, name, [suite.find(case) for case in dict.fromkeys(c.case for c in checks) if case != GROWTH])
+    named = [suite.find(case) for case in dict.fromkeys(check.case for check in checks) if case != GROWTH]
+    check_signature(function, name, suite.cases if search else named)
     runner = Runner(operator, function)
-    return Report([runner.run(check) for check in checks])
-
-
-class _Runs:
-    """Single checks one after the other in one process, which is kept."""
-
-    def __enter__(self) -> Callable[[Check], Result]:
-        from tilewise.verify.worker import Slots
-
-        self._slots = Slots(1, ())
-        return lambda check: self._slots.run(Job((check,)))[0]
-
-    def __exit__(self, *_: object) -> None:
-        self._slots.close()
-
-
-__all__ = ["Check", "Implementation", "MutantResult", "Report", "Result", "Settings", "UsageError", "verify"]
+    results = [runner.run(check) for check in checks]
+    found = find_failure(operator, checks[0].implementation, search, dtypes, settings, runner.run) if search else None
+    return Report(results + ([found] if found else []))

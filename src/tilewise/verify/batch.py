@@ -1,5 +1,6 @@
 """The same batch in reverse order."""
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +27,7 @@ def reverse(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tens
             result[name] = torch.cat([x[:1], x[:1] + lengths.cumsum(0).to(x.dtype)])
         elif base in packed:
             ends = offsets[packed[base]].tolist()
-            pieces = [x.narrow(axes[base].index("T"), start, end - start) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+            pieces = [x.narrow(axes[base].index("T"), start, end - start) for start, end in itertools.pairwise(ends)]
             result[name] = torch.cat(pieces[::-1], axes[base].index("T")) if pieces else x
         else:
             result[name] = x.flip(axes[base].index("B")) if "B" in axes.get(base, "") else x

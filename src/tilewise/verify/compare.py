@@ -105,7 +105,13 @@ def is_telling(truth: torch.Tensor, limits: Limits) -> bool:
 
 
 def compare(
-    name: str, actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, limits: Limits, axes: str, others: Mapping[str, torch.Tensor] | None = None
+    name: str,
+    actual: torch.Tensor,
+    truth: torch.Tensor,
+    dtype: torch.dtype,
+    limits: Limits,
+    axes: str,
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> Comparison:
     """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must stand exactly where the truth has it.
 
@@ -127,9 +133,12 @@ def compare(
     status, problem = _verdict(actual, truth, bad, diff, expected, limits, allowed)
     failure = _failure(status, problem, actual, truth, limits, axes, others or {}) if status else None
     relative = diff / expected.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    if diff.numel() == 0:
+        return Comparison(name, failure=failure)
     largest = allowed if isinstance(allowed, float) else allowed.max().item()
-    statistics = (diff.max(), diff.mean(), diff.std(correction=0), relative.max(), relative.mean()) if diff.numel() else ()
-    return Comparison(name, *(x.item() for x in statistics), allowed=largest, failure=failure)
+    measures = (diff.max(), diff.mean(), diff.std(correction=0), relative.max(), relative.mean())
+    max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff = (float(x) for x in measures)
+    return Comparison(name, max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff, largest, failure)
 
 
 def compare_tensors(
@@ -140,7 +149,7 @@ def compare_tensors(
     if verbose:
         from tilewise.verify.text import comparison_lines
 
-        print("\n".join(comparison_lines(comparison, details=True)))
+        print("\n".join(comparison_lines(comparison)))
     return comparison
 
 

@@ -159,7 +159,7 @@ def _exchanged(got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, allo
         if letter not in "HB" or not 2 <= got.shape[axis] <= MAX_SEARCHED:
             continue
         one = NOUNS[letter][0]
-        a, e, error = (x.movedim(axis, 0).flatten(1) for x in (got, truth, plain))
+        a, e, error = (x.movedim(axis, 0).reshape(got.shape[axis], -1) for x in (got, truth, plain))
         # One product of matrices finds each slice's nearest truth, over the finite elements of the slice; only that one is looked at closely.
         a0, e0 = a.nan_to_num(0.0, 0.0, 0.0), e.nan_to_num(0.0, 0.0, 0.0)
         nearest = (a.isfinite().double() @ e0.square().T - 2 * a0 @ e0.T).argmin(1).tolist()

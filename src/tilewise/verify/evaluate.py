@@ -11,7 +11,7 @@ from tilewise.verify.problem import Problem, Tensors
 Incoming = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
-class WrongReturn(Exception):
+class WrongReturnError(Exception):
     """The function returned something that is not the operator's outputs."""
 
 
@@ -41,5 +41,5 @@ def _named(problem: Problem, returned: Any) -> Tensors:
     values = returned if isinstance(returned, tuple | list) else (returned,)
     if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)
-        raise WrongReturn(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")
+        raise WrongReturnError(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")
     return dict(zip(problem.outputs, values, strict=True))

@@ -35,7 +35,7 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
     if not callable(function):
         found = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_")))
         raise UsageError(f"--impl {implementation.name}: {place} has no function {name!r}: it has {found or 'none'}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Case]) -> None:

@@ -23,9 +23,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != f"tilewise.ops.{self._mutant.module}":
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

@@ -128,6 +128,8 @@ class Report:
 
     results: list[Result] = field(default_factory=list)
     mutants: list[MutantResult] = field(default_factory=list)
+    # How many further cases were drawn, by operator.
+    searched: dict[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -8,11 +8,11 @@ from tilewise.verify.result import Check, Implementation, Result, Settings
 from tilewise.verify.suite import Suite
 
 
-class _Failed(Exception):
+class _FailedError(Exception):
     pass
 
 
-def search(
+def find_failure(
     operator: Operator,
     implementation: Implementation,
     count: int,
@@ -36,7 +36,12 @@ def search(
 
     @hypothesis.seed(settings.seed)
     @hypothesis.settings(
-        max_examples=count, deadline=None, database=None, report_multiple_bugs=False, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False
+        max_examples=count,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        print_blob=False,
     )
     @hypothesis.given(checks())
     def trial(check: Check) -> None:
@@ -45,10 +50,10 @@ def search(
         if not result.passed:
             # The last failure that hypothesis shows is the smallest.
             smallest = result
-            raise _Failed
+            raise _FailedError
 
     try:
         trial()
-    except _Failed:
+    except _FailedError:
         return smallest
     return None

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def run_jobs(jobs: Sequence[Job], workers: int = 0) -> Iterator[list[Result]]:
     cores = os.cpu_count() or 1
     # One process has a GPU for itself, so that memory is there and a crash takes nobody else along.
     workers = workers or (1 if on_gpu else cores)
-    slots = Slots(max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH})
+    slots = _Slots(max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH})
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
         yield from pool.map(slots.run, jobs)
@@ -54,7 +54,17 @@ def run_jobs(jobs: Sequence[Job], workers: int = 0) -> Iterator[list[Result]]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Slots:
+@contextlib.contextmanager
+def one_process() -> Iterator[Callable[[Check], Result]]:
+    """Checks as they come, one after the other in one process, which is kept."""
+    slots = _Slots(os.cpu_count() or 1, ())
+    try:
+        yield lambda check: slots.run(Job((check,)))[0]
+    finally:
+        slots.close()
+
+
+class _Slots:
     """One process for each thread that runs jobs, kept while jobs ask for the same setup."""
 
     def __init__(self, threads: int, cases: Iterable[str]) -> None:
@@ -146,7 +156,7 @@ class _Process:
 
 
 def _suite(operator: str) -> Suite:
-    return registry.find(operator).load("suite")  # type: ignore[no-any-return]
+    return registry.find(operator).load("suite")
 
 
 def _how_it_ended(code: int | None) -> str:

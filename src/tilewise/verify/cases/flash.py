@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -19,7 +19,7 @@ class Flash(Problem):
 
     outputs = ("o", "lse")
     exact = ("lse",)
-    returning = {"return_lse": True}
+    returning: ClassVar[dict[str, Any]] = {"return_lse": True}
 
     B: int = 1
     T: int = 64
@@ -87,7 +87,7 @@ class Flash(Problem):
         return dataclasses.replace(self, T=2 * self.T)
 
     def floor(self, name: str, truth: Tensors) -> float:
-        """Gradients start from an LSE that is kept in fp32: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay."""
+        """Gradients start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay."""
         lse = truth["lse"][truth["lse"].isfinite()]
         return torch.finfo(torch.float32).eps * lse.abs().max().item() if name not in self.outputs and lse.numel() else 0.0
 
@@ -141,6 +141,7 @@ _KEEP_RIGHT = "o_n <= o_m + (off + right)"
 _KEEP_LEFT = "o_n >= o_m + (off - left)"
 _STORE_DK = "store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
 _STORE_DV = "store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
+_SWAP_DK, _SWAP_DV = _STORE_DV.replace("(dv, dv_strides", "(dk, dk_strides"), _STORE_DK.replace("(dk, dk_strides", "(dv, dv_strides")
 
 MUTANTS = (
     Mutant("forgotten-rescale", "earlier sums keep the old maximum", "flash.kernels_fwd", "acc = acc * rescale[:, None]", "acc = acc"),
@@ -151,7 +152,10 @@ MUTANTS = (
     Mutant("window-short", "the window's oldest key is lost", "_tile.mask", _KEEP_LEFT, "o_n > o_m + (off - left)"),
     Mutant("window-long", "the window reaches one key too far", "_tile.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"),
     Mutant("tail-unmasked", "keys past the end take part", "_tile.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"),
-    Mutant("tail-skipped", "the last, partial key tile is not read", "_tile.mask", "high = n_keys full_high", "high = n_keys // BLOCK_N * BLOCK_N\n    full_high"),
+    Mutant(
+        "tail-skipped", "the last, partial key tile is not read", "_tile.mask",
+        "high = n_keys full_high", "high = n_keys // BLOCK_N * BLOCK_N\n    full_high",
+    ),
     Mutant(
         "diagonal-unmasked", "tiles on the diagonal count as whole", "_tile.mask",
         "full_high = tl.minimum(n_keys, i_m + 1 + off + right)", "full_high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)",
@@ -165,16 +169,18 @@ MUTANTS = (
     Mutant("softcap-gradient", "the cap's derivative is dropped", "_tile.softmax", "b_ds = b_ds * (1.0 - b_s * b_s)", "b_ds = b_ds"),
     Mutant("empty-row-nan", "a row that sees nothing divides 0 by 0", "_tile.softmax", "seen = l != 0.0", "seen = l >= 0.0"),
     Mutant("empty-row-shift", "-inf minus -inf", "_tile.softmax", 'shift = tl.where(m_new == float("-inf"), 0.0, m_new)', "shift = m_new"),
-    Mutant("low-precision-sum", "the output is summed in the inputs' precision", "flash.kernels_fwd", "return acc, m, l", "return acc.to(b_v.dtype).to(tl.float32), m, l"),
-    Mutant("dk-dv-swapped", "dk holds dv and dv holds dk", "flash.kernels_bwd", f"{_STORE_DK} {_STORE_DV}", f"""store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
-    store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"""),
+    Mutant(
+        "low-precision-sum", "the output is summed in the inputs' precision", "flash.kernels_fwd",
+        "return acc, m, l", "return acc.to(b_v.dtype).to(tl.float32), m, l",
+    ),
+    Mutant("dk-dv-swapped", "dk holds dv and dv holds dk", "flash.kernels_bwd", f"{_STORE_DK} {_STORE_DV}", f"{_SWAP_DV}; {_SWAP_DK}"),
     Mutant("delta-dropped", "softmax's second gradient term is dropped", "_tile.softmax", "b_ds = b_p * (b_dp - b_delta)", "b_ds = b_p * b_dp"),
     Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
     Mutant("group-sum-lost", "dK and dV of one query head of the group alone", "flash.kernels_bwd", "i_hk * group + group)", "i_hk * group + 1)"),
-    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "o_n[:, None], Tk, off, left, right), b_pT, 0.0)", "o_n[:, None], Tk, off, left, right), b_pT, b_pT)"),
-    Mutant("packed-start", "every packed sequence starts at token 0", "_tile.varlen", "start, n_rows = sequence_bounds", "_, n_rows = sequence_bounds"),
+    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "left, right), b_pT, 0.0)", "left, right), b_pT, b_pT)"),
+    Mutant("packed-start", "every sequence starts at token 0", "_tile.varlen", "start, n_rows = sequence_bounds", "_, n_rows = sequence_bounds"),
     Mutant("store-past-end", "one row past the last is written", "_tile.load", "< rows[5])[:, None]", "<= rows[5])[:, None]"),
 )  # fmt: skip
 
