@@ -4,8 +4,14 @@ from tilewise import interpreter
 
 interpreter.use_where_no_gpu()
 
+import os  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is a process for every core: threads of theirs would wait for each other, forty times as long as the work itself.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its public function, its reference and its verification suite, as `module:name`."""
+    """One operator: its public function (empty while it has no kernels), its reference and its verification suite, as `module:name`."""
 
     name: str
     summary: str
@@ -28,6 +28,13 @@ _OPERATORS = (
         function="tilewise.ops.flash.api:flash_attention",
         reference="tilewise.ops.flash.reference:flash_attention",
         suite="tilewise.verify.cases.flash:SUITE",
+    ),
+    Operator(
+        name="bsa",
+        summary="block-sparse attention for HSTU: compressed, chosen and near keys, through SiLU and layer norm",
+        function="",
+        reference="tilewise.ops.bsa.reference:block_sparse_attn",
+        suite="tilewise.verify.cases.bsa:SUITE",
     ),
 )
 OPERATORS = {operator.name: operator for operator in _OPERATORS}

@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
-from tilewise import registry
 from tilewise.ops.flash.reference import flash_attention
-from tilewise.verify.cases.flash import CASES
-from tilewise.verify.compare import compare, rounding_floor
-from tilewise.verify.run import DTYPES, verify_case
+from tilewise.verify import compare_tensors, verify
+from tilewise.verify.compare import UNFIT, Limits, compare, limits_from_eager, rounding_floor
 
 TRUTH = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 EAGER = TRUTH.bfloat16()
 
 
 def judge(actual, truth=TRUTH, eager=EAGER, **options):
-    return compare("o", actual, truth, eager, **options)
+    return compare("o", actual, truth, eager.dtype, limits_from_eager(truth, eager, **options), "TD")
 
 
 def test_rounding_passes_with_its_statistics():
@@ -33,15 +31,15 @@ def test_one_wrong_element_fails_and_is_named():
     actual[7, 3] += 1.0
     comparison = judge(actual)
     assert not comparison.passed
-    assert "worst at [7, 3]" in comparison.problem
+    assert "worst at [7, 3]" in comparison.failure.problem
 
 
 def test_an_error_spread_over_all_elements_fails_by_its_mean_square():
     # Never more than twice eager's greatest error, but everywhere.
     actual = (TRUTH + (EAGER.double() - TRUTH).abs().max() * 0.9).float()
-    comparison = compare("o", actual, TRUTH, EAGER.float())
+    comparison = judge(actual, eager=EAGER.float())
     assert not comparison.passed
-    assert "root mean square" in comparison.problem
+    assert "root mean square" in comparison.failure.problem
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like(EAGER), EAGER * 1.02, EAGER.roll(1, 0), -EAGER], ids=["zeros", "factor", "shifted", "negated"])
@@ -55,7 +53,7 @@ def test_what_is_not_finite_fails(value):
     actual[1, 2] = value
     comparison = judge(actual)
     assert not comparison.passed
-    assert "at [1, 2]" in comparison.problem
+    assert "at [1, 2]" in comparison.failure.problem
 
 
 def test_minus_infinity_must_stand_where_the_truth_has_it():
@@ -68,7 +66,7 @@ def test_minus_infinity_must_stand_where_the_truth_has_it():
 
 
 def test_a_wrong_shape_fails():
-    assert "shape [30, 40], expected [40, 30]" in judge(EAGER.T).problem
+    assert "shape [30, 40], expected [40, 30]" in judge(EAGER.T).failure.problem
 
 
 def test_exact_zeros_stay_exact():
@@ -81,30 +79,31 @@ def test_exact_zeros_stay_exact():
 def test_a_wrong_dtype_fails(dtype):
     comparison = judge(EAGER.to(dtype))
     assert not comparison.passed
-    assert f"dtype {dtype}, expected torch.bfloat16" in comparison.problem
+    assert f"dtype {dtype}, expected torch.bfloat16" in comparison.failure.problem
+
+
+def judged(function, case="small", dtype="bf16"):
+    """The failed tensors of flash's reference, changed, by name."""
+    (result,) = verify("flash", function, configs=[case], dtypes=[dtype]).results
+    return {comparison.name: comparison.failure for comparison in result.comparisons if comparison.failure}
 
 
 def test_an_lse_in_16_bits_fails():
-    case = next(case for case in CASES if case.name == "small")
-
-    def narrow(q, k, v):
+    def narrow(q, k, v, return_lse):
         o, lse = flash_attention(q, k, v)
         return o, lse.bfloat16()
 
-    comparisons = verify_case(registry.find("flash"), case, narrow, DTYPES["bf16"], torch.device("cpu"))
-    assert "dtype torch.bfloat16, expected torch.float32" in comparisons[1].problem
+    assert "dtype torch.bfloat16, expected torch.float32" in judged(narrow)["lse"].problem
 
 
 def test_the_lse_is_held_to_fp32_in_every_dtype():
     """An LSE rounded to bf16 is off by 1e-3 and more: eager torch in bf16 would allow it, the contract does not."""
-    case = next(case for case in CASES if case.name == "small")
 
-    def rounded(q, k, v):
+    def rounded(q, k, v, return_lse):
         o, lse = flash_attention(q, k, v)
         return o, lse.bfloat16().float()
 
-    comparisons = verify_case(registry.find("flash"), case, rounded, DTYPES["bf16"], torch.device("cpu"))
-    assert [comparison.name for comparison in comparisons if not comparison.passed] == ["lse"]
+    assert list(judged(rounded)) == ["lse"]
 
 
 WRONG = {
@@ -117,18 +116,56 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_wrong_attention_is_caught(wrong, dtype):
-    case = next(case for case in CASES if case.name == "medium")
-    comparisons = verify_case(registry.find("flash"), case, lambda q, k, v, causal: wrong(q, k, v), DTYPES[dtype], torch.device("cpu"))
-    assert not all(comparison.passed for comparison in comparisons)
+    assert judged(lambda q, k, v, causal, return_lse: wrong(q, k, v), "medium", dtype)
+
+
+def test_a_reference_that_cannot_tell_is_an_error():
+    """Limits wider than the truth pass everything: that is a failure of the case, said as such."""
+    comparison = compare("o", EAGER, TRUTH, EAGER.dtype, Limits(largest=10.0, rms=5.0), "TD")
+    assert comparison.failure.status == UNFIT
+
+
+def test_what_the_dtype_cannot_hold_is_an_unfit_case():
+    truth = TRUTH * 1e6
+    assert compare("o", truth.half(), truth, torch.float16, Limits(1.0, 1.0), "TD").failure.status == UNFIT
+
+
+def test_a_failure_tells_ranges_counts_and_the_worst_element():
+    actual = EAGER.clone()
+    actual[7, 3] += 1.0
+    failure = judge(actual).failure
+    assert failure.worst == (7, 3)
+    assert failure.worst_actual == actual[7, 3].item()
+    assert failure.worst_expected == TRUTH[7, 3].item()
+    assert failure.elements == TRUTH.numel()
+    assert failure.expected_range == (TRUTH.min().item(), TRUTH.max().item())
+    diff = (actual.double() - TRUTH).abs()
+    assert failure.exceeding == int((diff > 1e-4 + 1e-3 * TRUTH.abs()).sum())
+    assert any("row 7" in sentence for sentence in failure.diagnosis)
+    assert failure.heat.cells[0][0] > 1
+    assert failure.heat.worst == (0, 0)
+
+
+def test_compare_tensors_is_allclose_with_statistics(capsys):
+    a = TRUTH.float()
+    assert compare_tensors(a, a + 5e-5, "close").passed
+    assert "close" in capsys.readouterr().out
+    comparison = compare_tensors(a, a * 1.5, "far", verbose=False)
+    assert not comparison.passed
+    assert "0.6667" in comparison.failure.diagnosis[0]
+    assert capsys.readouterr().out == ""
+    for rtol, atol in ((1e-6, 1e-6), (1e-2, 0.0), (0.0, 1e-2)):
+        other = a * 1.005
+        assert compare_tensors(a, other, rtol=rtol, atol=atol, verbose=False).passed == torch.allclose(a, other, rtol=rtol, atol=atol)
 
 
 def test_the_floor_knows_three_tf32_products_and_plain_tf32_is_far_above_it():
     eps = torch.finfo(torch.float32).eps
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert rounding_floor(torch.float32, cpu) == 5 * eps
-    assert rounding_floor(torch.float32, cuda) == 37 * eps
+    assert rounding_floor(torch.float32, cpu) == 9 * eps
+    assert rounding_floor(torch.float32, cuda) == 41 * eps
     assert rounding_floor(torch.bfloat16, cuda) == rounding_floor(torch.bfloat16, cpu)
     assert rounding_floor(torch.float32, cuda) < 2**-11 / 50

@@ -24,6 +24,8 @@ class Problem:
     outputs: ClassVar[tuple[str, ...]]
     # Outputs kept in fp32 whatever the inputs' dtype.
     exact: ClassVar[tuple[str, ...]] = ()
+    # Outputs that are choices, integers: judged by `judge_choice`, for more than one may be right.
+    choices: ClassVar[tuple[str, ...]] = ()
     # Arguments with which the public function returns all of them, as the reference always does.
     returning: ClassVar[dict[str, Any]] = {}
 
@@ -48,6 +50,10 @@ class Problem:
         """The most channels of an input: interpreted kernels run narrow problems only, by default."""
         raise NotImplementedError
 
+    def tokens(self) -> tuple[int, ...]:
+        """The lengths of its sequences of keys."""
+        raise NotImplementedError
+
     def twice_as_long(self) -> Self:
         """The same with twice the tokens, for measuring how memory grows."""
         raise NotImplementedError
@@ -56,12 +62,16 @@ class Problem:
         """A relative error that the contract itself costs a result, whatever the implementation."""
         return 0.0
 
+    def storage_cost(self, _truth: Tensors, _incoming: Tensors, _dtype: torch.dtype) -> Tensors | None:
+        """What a backward pays for starting from outputs as they are stored, rounded to `dtype`, as incoming gradients with that effect."""
+        return None
+
     def judge_choice(self, _name: str, _actual: torch.Tensor, _inputs: Tensors, _dtype: torch.dtype) -> str:
         """What is wrong with an integer output, a choice; empty where nothing is."""
         raise NotImplementedError
 
-    def given_choice(self, _outputs: Tensors) -> dict[str, torch.Tensor]:
-        """Arguments that make the reference use the choices in `outputs`, so that the rest is compared under the same ones."""
+    def given_choice(self, _choices: Tensors) -> dict[str, torch.Tensor]:
+        """Arguments that make the reference use these choices, right or wrong, so that the rest is compared under the same; none where it cannot."""
         return {}
 
     @classmethod

@@ -68,7 +68,8 @@ class Check:
         """The command that repeats this check."""
         words = ["tilewise", "verify", self.operator, "--config", self.case, "--dtype", self.dtype]
         words += ["--impl", self.implementation.name] if self.implementation.external else []
-        return shlex.join(words + self.settings.arguments())
+        backend = "" if self.implementation.external else f"TILEWISE_BACKEND={self.implementation.name} "
+        return backend + shlex.join(words + self.settings.arguments())
 
 
 class Finding(NamedTuple):

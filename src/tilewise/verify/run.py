@@ -135,12 +135,13 @@ class _Single:
         findings = list(attempt.findings)
         inputs = {name: place(x.contiguous(), self.dtype, self.device, 0.0) for name, x in self._values.items()}
         outputs = {name: x for name in self.problem.outputs if (x := attempt.results[name]) is not None}
-        choices = {name: x for name, x in outputs.items() if not x.is_floating_point()}
+        choices = {name: outputs[name] for name in self.problem.choices}
         for name, choice in choices.items():
             wrong = self.problem.judge_choice(name, choice, inputs, self.dtype)
             findings += [Finding(CHOICE, f"{name}: {wrong}")] if wrong else []
-        given = {} if findings else self.problem.given_choice(choices)
+        given = self.problem.given_choice(choices)
         truth, eager = self._truth_and_eager(inputs, given)
+        further = self._storage_cost(inputs, given, truth)
         misshapen = any(outputs[name].shape != truth[name].shape for name in outputs)
         comparisons = []
         for name, expected in truth.items():
@@ -152,20 +153,21 @@ class _Single:
             if actual is None:
                 findings.append(Finding(NO_GRADIENT, f"no gradient reaches {name[1:]} (--no-grad checks outputs alone)"))
                 continue
-            others = {other: x for other, x in truth.items() if other != name and other not in choices}
-            comparisons.append(self._compare_one(name, actual, expected, eager[name], truth, others))
+            # What is zero throughout, the gradient of a gate without a branch, is nothing that another tensor could hold by mistake.
+            others = {other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())}
+            comparisons.append(self._compare_one(name, actual, truth, eager[name], further.get(name), others))
         return tuple(comparisons), tuple(findings)
 
     def _compare_one(
-        self, name: str, actual: torch.Tensor, expected: torch.Tensor, eager: torch.Tensor, truth: Tensors, others: Tensors
+        self, name: str, actual: torch.Tensor, truth: Tensors, eager: torch.Tensor, further: torch.Tensor | None, others: Tensors
     ) -> Comparison:
         gradient = name not in self.problem.outputs
         tolerances = self.check.settings.tolerances()
         if tolerances:
             limits = Limits(rtol=tolerances[0], atol=tolerances[1])
         else:
-            limits = limits_from_eager(expected, eager, gradient=gradient, floor=self.problem.floor(name, truth))
-        return compare(name, actual, expected, eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others)
+            limits = limits_from_eager(truth[name], eager, gradient=gradient, floor=self.problem.floor(name, truth), further=further)
+        return compare(name, actual, truth[name], eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others)
 
     def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         def results(inputs: Tensors, **further: Any) -> Tensors:
@@ -177,11 +179,25 @@ class _Single:
         if self.dtype != torch.float32:
             wide = results(inputs, compute_dtype=torch.float32)
             for name, x in eager.items():
+                if name in self.problem.choices:
+                    continue
                 # What is kept in fp32 is held to fp32's error; and where 16 bits lose all on the way, fp32 tells what rounding the result costs.
                 overflows = not bool(x.isfinite()[truth[name].isfinite()].all())
                 if name in self.problem.exact or overflows or not self._tells(name, truth[name], x):
                     eager[name] = wide[name]
         return truth, eager
+
+    def _storage_cost(self, inputs: Tensors, given: dict[str, torch.Tensor], truth: Tensors) -> Tensors:
+        """By gradient: the error of starting from outputs as they are stored."""
+        if self.incoming is None:
+            return {}
+        incoming = {name: self._incoming(name, tuple(truth[name].shape)).to(self.device) for name in self.problem.outputs}
+        cost = self.problem.storage_cost(truth, incoming, self.dtype)
+        if cost is None:
+            return {}
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        found = evaluate(self.problem, self._reference, wide, torch.float64, lambda name, _: cost[name], **given)
+        return {name: x for name, x in found.items() if x is not None and name not in self.problem.outputs}
 
     def _tells(self, name: str, truth: torch.Tensor, eager: torch.Tensor) -> bool:
         return is_telling(truth, limits_from_eager(truth, eager, gradient=name not in self.problem.outputs))

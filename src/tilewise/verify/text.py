@@ -1,6 +1,7 @@
 """Results as lines of text."""
 
 from tilewise.verify.compare import ATOL, RTOL, Comparison
+from tilewise.verify.pattern import patterns
 from tilewise.verify.result import FAILURE, MutantResult, Report, Result
 
 INDENT = "    "
@@ -54,6 +55,7 @@ def verdict_lines(report: Report) -> list[str]:
         score = f"planted bugs: {len(report.mutants) - len(away)} of {len(report.mutants)} caught"
         lines.append(score + (f"; got away: {', '.join(away)}" if away else ""))
     lines += [f"drawn cases: {count} of {operator}" for operator, count in report.searched.items()]
+    lines += patterns(report.results)
     failed, count = len(report.failures), len(report.results)
     warnings = sum(finding.severity != FAILURE for result in report.results for finding in result.findings)
     more = f", {warnings} warnings" if warnings else ""

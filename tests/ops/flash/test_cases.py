@@ -6,64 +6,52 @@ import pytest
 import torch
 
 from tilewise import flash_attention, registry
-from tilewise.verify.case import Case
-from tilewise.verify.cases.flash import CASES, dense, packed
-from tilewise.verify.run import DTYPES, verify_case
+from tilewise.verify.cases.flash import CASES
+from tilewise.verify.plan import DTYPES
+from tilewise.verify.result import Check, Implementation
+from tilewise.verify.run import Runner
+from tilewise.verify.suite import GROWTH
+from tilewise.verify.text import result_lines
 
 FLASH = registry.find("flash")
-
-# Larger channels and more tiles than the standard cases: several key tiles, masks on both ends, every width of the table.
-WIDE = (
-    Case("d-80", "", dense(1, 150, 2, 80), {"causal": True}),
-    Case("d-96-dv-128", "", dense(1, 150, 2, 96, values=128), {"causal": True}),
-    Case("d-128", "", dense(2, 200, 4, 128, kv_heads=2), {"causal": True}),
-    Case("d-192-dv-256", "", dense(1, 130, 1, 192, values=256), {"causal": True}),
-    Case("d-256", "", dense(1, 150, 1, 256), {"window_size": (70, 20)}),
-    Case("dv-1", "", dense(1, 70, 2, 64, values=1), {}),
-    Case("many-tiles", "", dense(1, 700, 1, 64), {"causal": True, "window_size": (300, 0)}),
-    Case("softcap-window", "", dense(1, 300, 1, 64), {"softcap": 20.0, "window_size": (100, 30)}),
-    Case("packed-128", "", packed([130, 0, 257, 1], 2, 128, kv_heads=1), {"causal": True}),
-)
+GPU = torch.cuda.is_available()
+# More tiles than the standard cases: several key tiles, masks on both ends.
+MORE = ("T=70,D=64,Dv=1", "T=700,H=1,D=64,causal=true,window=300/0", "T=300,H=1,D=64,softcap=20.0,window=100/30")
 
 
-def check(case: Case, dtype: str, backend: str, device: torch.device) -> None:
-    comparisons = verify_case(FLASH, case, partial(flash_attention, return_lse=True, backend=backend), DTYPES[dtype], device)
-    failed = [comparison.line() for comparison in comparisons if not comparison.passed]
-    assert not failed, "\n".join(failed)
+def marked(name: str):
+    """Sizes that interpretation takes minutes for."""
+    marks = {
+        "large": [pytest.mark.slow] if not GPU else [],
+        "xl": pytest.mark.skipif(not GPU, reason="needs a GPU: interpreted it takes minutes"),
+        "xxl": pytest.mark.skipif(not GPU, reason="needs a GPU: interpreted it takes an hour"),
+    }
+    return pytest.param(name, marks=marks.get(name, ()))
+
+
+NAMES = [*(marked(case.name) for case in CASES), *MORE]
+
+
+def check(case: str, dtype: str, backend: str, device: str) -> None:
+    implementation = Implementation(backend, device, interpreted=backend == "triton" and device == "cpu")
+    result = Runner(FLASH, partial(flash_attention, backend=backend)).run(Check("flash", implementation, case, dtype))
+    assert result.passed, "\n".join(result_lines(result, verbose=False))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == "large" else ()) for case in CASES])
+@pytest.mark.parametrize("case", NAMES)
 def test_triton(case, dtype, device):
-    check(case, dtype, "triton", device)
+    check(case, dtype, "triton", device.type)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*(case.name for case in CASES if case.name not in ("xl", "xxl")), *MORE])
 def test_cpu(case, dtype):
-    check(case, dtype, "cpu", torch.device("cpu"))
+    check(case, dtype, "cpu", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
-def test_triton_wide(case, dtype, device):
-    check(case, dtype, "triton", device)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
-def test_cpu_wide(case, dtype):
-    check(case, dtype, "cpu", torch.device("cpu"))
-
-
-def test_a_wrong_function_fails():
-    """The check can fail: a kernel that forgets the scale, or returns zeros, is caught in every dtype."""
-    case = next(case for case in CASES if case.name == "small")
-    for wrong in (
-        partial(flash_attention, return_lse=True, scale=1.0),
-        lambda q, k, v: tuple(0 * x for x in flash_attention(q, k, v, return_lse=True)),
-    ):
-        for dtype in DTYPES.values():
-            assert not all(c.passed for c in verify_case(FLASH, case, wrong, dtype, torch.device("cpu")))
+def test_memory_grows_with_the_length_alone(device):
+    check(GROWTH, "bf16", "triton", device.type)
+    check(GROWTH, "bf16", "cpu", "cpu")

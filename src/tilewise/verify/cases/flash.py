@@ -82,6 +82,10 @@ class Flash(Problem):
         """The wider of D and Dv."""
         return max(self.D, self.Dv or 0)
 
+    def tokens(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return self.lengths_k or self.lengths or (self.T if self.Tk is None else self.Tk,)
+
     def twice_as_long(self) -> Self:
         """Twice the queries and keys."""
         return dataclasses.replace(self, T=2 * self.T)
@@ -90,6 +94,15 @@ class Flash(Problem):
         """Gradients start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay."""
         lse = truth["lse"][truth["lse"].isfinite()]
         return torch.finfo(torch.float32).eps * lse.abs().max().item() if name not in self.outputs and lse.numel() else 0.0
+
+    def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
+        """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does, with the other sign.
+
+        Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
+        """
+        products = truth["o"] * incoming["o"]
+        lost = ((truth["o"].to(dtype).double() - truth["o"]) * incoming["o"]).sum(-1) + torch.finfo(torch.float32).eps * products.abs().sum(-1)
+        return {"o": torch.zeros_like(truth["o"]), "lse": lost.transpose(-1, -2)}
 
 
 def _case(name: str, about: str, **parameters: Any) -> Case:

@@ -1,0 +1,108 @@
+"""Is a choice of blocks right? Judged by the scores of what was taken, for two scores that are equal within rounding may be taken for each other."""
+
+import torch
+
+from tilewise.verify.compare import OUTPUT_FACTOR, rounding_floor
+
+
+def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: torch.Tensor) -> str:
+    """What is wrong with `indices` [..., S] and where; empty where nothing is.
+
+    `scores` [..., blocks] are fp64 truth, +inf where a block is forced and -inf where it may not be chosen; `eager_scores` are what eager torch makes
+    of them in the precision under test. Indices ascend, with -1 behind the last; forced blocks are there and forbidden ones are not; as many are
+    chosen as can be; and of the others the i-th best score taken lies below the true i-th best by at most twice eager's error in the scores.
+    """
+    if indices.shape[:-1] != scores.shape[:-1]:
+        return f"shape {list(indices.shape)}, expected {[*scores.shape[:-1], indices.shape[-1]]}"
+    if scores.numel() == 0 and not bool((indices != -1).any()):
+        return ""
+    indices, scores = indices.long(), scores.double()
+    blocks = scores.shape[-1]
+    return _malformed(indices, blocks) or _forced_or_forbidden(indices, scores) or _too_low(indices, scores, _allowed_error(scores, eager_scores))
+
+
+def _allowed_error(scores: torch.Tensor, eager_scores: torch.Tensor) -> float:
+    """Twice eager's greatest error, and never less than what rounding in fp32 may cost the largest score."""
+    # Where eager overflows it tells nothing of rounding.
+    finite = scores.isfinite() & eager_scores.isfinite()
+    truth = scores[finite]
+    if truth.numel() == 0:
+        return 0.0
+    error = (eager_scores.to(scores)[finite] - truth).abs().max().item()
+    return max(OUTPUT_FACTOR * error, rounding_floor(torch.float32, scores.device) * truth.abs().max().item())
+
+
+def _first(wrong: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0])
+
+
+def _says(at: tuple[int, ...], what: str, wrong: torch.Tensor) -> str:
+    """One sentence: the first place, what is wrong there, and in how many rows something like it is."""
+    rows = wrong.any(-1)
+    return f"at {list(at)} {what} ({int(rows.sum())} of {rows.numel()} rows)"
+
+
+def _malformed(indices: torch.Tensor, blocks: int) -> str:
+    """What cannot be a choice, whatever the scores."""
+    outside = (indices < -1) | (indices >= blocks)
+    if bool(outside.any()):
+        *at, slot = _first(outside)
+        return _says(tuple(at), f"index {int(indices[(*at, slot)])} is no block: there are {blocks}", outside)
+    padding = indices == -1
+    gap = padding[..., :-1] & ~padding[..., 1:]
+    if bool(gap.any()):
+        *at, _ = _first(gap)
+        return _says(tuple(at), f"{indices[tuple(at)].tolist()} has -1 before the last block", gap)
+    twice = _taken(indices, blocks) > 1
+    if bool(twice.any()):
+        *at, block = _first(twice)
+        return _says(tuple(at), f"block {block} is chosen twice: {indices[tuple(at)].tolist()}", twice)
+    falling = (indices[..., 1:] < indices[..., :-1]) & ~padding[..., 1:]
+    if bool(falling.any()):
+        *at, _ = _first(falling)
+        return _says(tuple(at), f"{indices[tuple(at)].tolist()} does not ascend", falling)
+    return ""
+
+
+def _taken(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """How often each block is chosen, [..., blocks]."""
+    # -1 is counted in a place of its own, which is then dropped.
+    counts = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(-1, indices.where(indices >= 0, blocks), torch.ones_like(indices))[..., :blocks]
+
+
+def _forced_or_forbidden(indices: torch.Tensor, scores: torch.Tensor) -> str:
+    taken = _taken(indices, scores.shape[-1]) > 0
+    missing = (scores == torch.inf) & ~taken
+    if bool(missing.any()):
+        *at, block = _first(missing)
+        return _says(tuple(at), f"block {block}, which is always chosen, is not in {indices[tuple(at)].tolist()}", missing)
+    forbidden = (scores == -torch.inf) & taken
+    if bool(forbidden.any()):
+        *at, block = _first(forbidden)
+        return _says(tuple(at), f"block {block}, which may not be chosen, is in {indices[tuple(at)].tolist()}", forbidden)
+    wanted = (scores != -torch.inf).sum(-1).clamp(max=indices.shape[-1])
+    short = (taken.sum(-1) < wanted)[..., None]
+    if bool(short.any()):
+        *at, _ = _first(short)
+        return _says(tuple(at), f"{int(wanted[tuple(at)])} blocks can be chosen, and {indices[tuple(at)].tolist()} are", short)
+    return ""
+
+
+def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str:
+    """The scores taken beside the best ones, both from the best down; forced blocks, right by now, lead in both and cancel."""
+    count = min(indices.shape[-1], scores.shape[-1])
+    best = scores.sort(dim=-1, descending=True).values[..., :count]
+    taken = scores.gather(-1, indices.clamp(min=0)).masked_fill(indices == -1, -torch.inf).sort(dim=-1, descending=True).values[..., :count]
+    # An infinity less itself is NaN, which is not above what is allowed.
+    low = best - taken > allowed
+    if not bool(low.any()):
+        return ""
+    *at, i = _first(low)
+    row = tuple(at)
+    chosen = indices[row][indices[row] >= 0].tolist()
+    wanted = sorted(scores[row].argsort(descending=True, stable=True)[: len(chosen)].tolist())
+    gap = (best - taken)[(*row, i)].item()
+    return _says(
+        row, f"blocks {chosen} are chosen, the best are {wanted}: a score {gap:.3g} below what it should be, where {allowed:.3g} is allowed", low
+    )

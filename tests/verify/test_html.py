@@ -1,0 +1,387 @@
+"""The HTML report: what it says, that nothing in it can run, and how a browser shows it."""
+
+import math
+import re
+import shutil
+from functools import cache
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, Limits, compare, limits_from_eager
+from tilewise.verify.heat import HeatMap
+from tilewise.verify.html import MOST_CELLS, UNFOLDED, render_html
+from tilewise.verify.result import CRASH, MEMORY, WARNING, Check, Finding, Implementation, MutantResult, Report, Result, Settings
+
+TRITON, CPU = Implementation("triton", "cpu", interpreted=True), Implementation("cpu", "cpu")
+ENVIRONMENT = {"tilewise": "0.1.0", "torch": "2.13.0", "device": "CPU, 16 cores", "kernels": "interpreted"}
+COMMAND = "tilewise verify flash --html report.html"
+# Where the error is planted: head 2, the tile from token 48 on.
+HEAD, TILE, COLUMN = 2, 16, 3
+VOID = {"meta", "link", "input", "br"}
+
+
+def tensors(tokens=100, heads=4):
+    truth = torch.randn(2, tokens, heads, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return truth, truth.bfloat16()
+
+
+def judged(name, actual, truth):
+    return compare(name, actual, truth, torch.bfloat16, limits_from_eager(truth, truth.bfloat16()), "BTHD")
+
+
+@cache
+def wrong(name="o", value=None, tokens=100, heads=4):
+    truth, actual = tensors(tokens, heads)
+    rows = slice(COLUMN * TILE, (COLUMN + 1) * TILE)
+    if value is None:
+        actual[1, rows, HEAD] += 1.0
+        actual[1, rows, 0] += 0.05
+        actual[1, COLUMN * TILE + 5, HEAD, 6] += 9.0
+    else:
+        actual[1, rows, HEAD] = value
+    return judged(name, actual, truth)
+
+
+@cache
+def right(name="lse"):
+    truth, actual = tensors()
+    return judged(name, actual, truth)
+
+
+def check(case="small", dtype="bf16", implementation=TRITON, **settings):
+    return Check("flash", implementation, case, dtype, Settings(**settings))
+
+
+def passing():
+    results = [
+        Result(check(f"case-{i}", dtype, one), (right("o"), right("lse")), seconds=i / 7)
+        for one in (TRITON, CPU)
+        for i in range(4)
+        for dtype in ("bf16", "fp32")
+    ]
+    return Report(results, [MutantResult("flash", "no-rescale", "the running sum is not rescaled", "small bf16", WRONG)])
+
+
+def failing():
+    report = passing()
+    report.results[2:2] = [
+        Result(
+            check("packed", seed=7),
+            (wrong("o"), right("lse"), wrong("dq", math.nan)),
+            (Finding(MEMORY, "one more matrix than expected", WARNING),),
+            1.25,
+        ),
+        Result(check("T=2048 H=6"), (wrong("o", tokens=1000, heads=12),), (), 2.5),
+        Result(check("shape"), (Comparison("o", failure=Failure(SHAPE, "shape [1, 2], expected [2, 1]")),)),
+        Result(check("crash", implementation=CPU), (), (Finding(CRASH, "signal 11\n  in flash_fwd_kernel"),), 0.5),
+    ]
+    report.mutants.append(MutantResult("flash", "mask-off-by-one", "keys one past the diagonal take part", "", ""))
+    return report
+
+
+def page_of(report, environment=ENVIRONMENT, command=COMMAND):
+    return render_html(report, environment, command)
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed out of order; collects text, tags and attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.texts, self.attributes = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+REPORTS = {"empty": Report, "passing": passing, "failing": failing, "bugs only": lambda: Report([], passing().mutants)}
+
+
+@pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
+def test_the_page_is_well_formed_and_stands_alone(make):
+    page = page_of(make())
+    parsed = Balanced(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert "script" not in parsed.tags
+    references = [value for _, name, value in parsed.attributes if name in ("src", "href", "action", "srcset", "data")]
+    assert all(value.startswith("#") or value == "data:," for value in references)
+    assert not re.search(r"https?://|url\(|@import|\bon\w+=", page)
+    ids = [value for _, name, value in parsed.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert {value[1:] for value in references if value.startswith("#")} <= set(ids)
+
+
+def test_an_empty_report_fails_and_says_why():
+    text = Balanced(page_of(Report(), {})).text
+    assert "FAIL Nothing was checked." in text
+
+
+def test_a_passing_report():
+    text = Balanced(page_of(passing())).text
+    assert "PASS All 16 checks passed. The only planted bug was caught." in text
+    assert "checks 16 failures 0 warnings 0 planted bugs caught 1 of 1" in text
+    assert "Failed checks" not in text
+
+
+def test_a_failing_report_has_every_section():
+    report = failing()
+    parsed = Balanced(page_of(report))
+    text = parsed.text
+    assert "FAIL 4 of 20 checks failed. 1 of 2 planted bugs got away." in text
+    assert "checks 20 failures 4 warnings 1 planted bugs caught 1 of 2" in text
+    assert COMMAND in text
+    assert all(f"{name} {value}" in text for name, value in ENVIRONMENT.items())
+    for result in report.failures:
+        assert result.check.command() in text
+        assert all(status in text for status in result.statuses)
+    o = report.failures[0].comparisons[0]
+    assert o.failure.diagnosis
+    assert all(sentence in text for sentence in (o.failure.problem, *o.failure.diagnosis))
+    for x in (o.max_diff, o.mean_diff, o.std_diff, o.max_rel_diff, o.mean_rel_diff, o.allowed):
+        assert f"{x:.2e}" in text
+    low, high = o.failure.expected_range
+    assert f"expected range {low:.6g} to {high:.6g}" in text
+    assert f"at [1, 53, 2, 6]: {o.failure.worst_actual:.6g}, expected {o.failure.worst_expected:.6g}" in text
+    assert f"off by more than 0.0001 + 0.001 · |expected| {o.failure.exceeding} of 6400 elements" in text
+    assert "shape [1, 2], expected [2, 1]" in text
+    assert "failure: crash : signal 11 in flash_fwd_kernel" in text
+    assert "mask-off-by-one flash keys one past the diagonal take part GOT AWAY" in text
+    assert f"no-rescale flash the running sum is not rescaled caught by small bf16 ({WRONG})" in text
+
+
+def test_failures_come_first_in_their_group_and_groups_with_failures_first():
+    report = Report([Result(check("a", implementation=CPU)), Result(check("b")), Result(check("c"), (wrong(),)), Result(check("d"))])
+    page = page_of(report)
+    listed = page[page.index('<section id="checks">') :]
+    assert re.findall(r'class="case">(\w)<', listed) == ["c", "b", "d", "a"]
+    assert re.findall(r"(\d) check(s?),", listed) == [("3", "s"), ("1", "")]
+
+
+def test_what_the_user_names_is_escaped():
+    evil = "<script>alert('x')</script>\"&"
+    implementation = Implementation(evil, evil, external=True)
+    failure = Failure(evil, evil, (evil,), elements=1, heat=HeatMap(16, ((2.0,),), (0, 0)))
+    result = Result(
+        Check(evil, implementation, evil, evil), (Comparison(evil, failure=failure),), (Finding(evil, evil), Finding(evil, evil, WARNING))
+    )
+    report = Report([result], [MutantResult(evil, evil, evil, evil, evil), MutantResult(evil, evil, evil, "", "")])
+    page = page_of(report, {evil: evil}, evil)
+    assert "<script" not in page
+    assert Balanced(page).text.count(evil) > 15
+
+
+def test_statistics_that_were_not_computed_are_dashes_and_nan_is_said():
+    page = page_of(Report([Result(check(), (Comparison("o", failure=Failure(SHAPE, "shape")),))]))
+    assert page.count('<td class="n">–</td>') == 12
+    assert "NaN" not in page
+    # A result that is NaN in places has a mean that is NaN.
+    assert '<td class="n">NaN</td>' in page_of(Report([Result(check(), (wrong("o", math.nan),))]))
+
+
+def cells(page):
+    return re.findall(r'<td class="(s[^"]*)" title="([^"]*)">([^<]*)</td>', page)
+
+
+def test_the_heat_map_marks_its_worst_cell_and_labels_its_axes():
+    comparison = wrong()
+    assert comparison.failure.heat.worst == (HEAD, COLUMN)
+    page = page_of(Report([Result(check(), (comparison,))]))
+    found = cells(page)
+    assert len(found) == 4 * 7
+    (worst,) = [(style, title) for style, title, _ in found if "worst" in style]
+    assert worst[1] == f"head {HEAD}, from token {COLUMN * TILE}: {comparison.failure.heat.cells[HEAD][COLUMN]:.3g} × the limit"
+    assert sum(style.startswith("s0") for style, _, _ in found) == 26
+    assert re.findall(r'<th scope="col" colspan="1"[^>]*>(\d+)<', page) == [str(16 * i) for i in range(7)]
+    assert re.findall(r'<th scope="row"[^>]*>(\d)<', page) == list("0123")
+    assert f"Worst in head {HEAD}, the tile from token {COLUMN * TILE} on" in page
+
+
+def heat_page(heat, count=1):
+    failure = Failure(WRONG, "", heat=heat)
+    return page_of(Report([Result(check(f"case-{i}"), (Comparison("o", 1.0, failure=failure),)) for i in range(count)]))
+
+
+def test_colours_follow_the_multiple_of_the_limit():
+    row = (0.0, 0.99, 1.0, 1.01, 29.0, 5e3, math.inf, math.nan)
+    found = cells(heat_page(HeatMap(16, (row,), (0, 6))))
+    assert [style for style, _, _ in found] == ["s0", "s0", "s0", "s1", "s3", "s7", "sx worst", "sx"]
+    assert [text for _, _, text in found] == ["0", "1.0", "1.0", "1.0", "29", "5e3", "", ""]
+    assert [title.partition(": ")[2] for _, title, _ in found][-2:] == ["NaN or infinite"] * 2
+
+
+def test_a_map_says_when_the_mean_square_is_its_limit():
+    truth, actual = tensors()
+    actual[:, :32] += 0.06
+    spread = compare("o", actual, truth, torch.bfloat16, Limits(0.1, 0.01), "BTHD")
+    said = "here the limit is that of the mean square"
+    assert spread.max_diff < spread.allowed
+    assert said in page_of(Report([Result(check(), (spread,))]))
+    assert said not in page_of(Report([Result(check(), (wrong(),))]))
+
+
+def brightness(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    return sum(weight * x**2.2 for weight, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+
+def test_colours_keep_their_order_without_hue():
+    page = page_of(passing())
+    found = [brightness(colour) for colour in re.findall(r"--s\d: #(\w{6})", page)]
+    assert len(found) == 16
+    light, dark = found[:8], found[8:]
+    assert all(a > 1.2 * b for a, b in pairwise(light))
+    assert all(1.2 * a < b for a, b in pairwise(dark))
+
+
+def test_a_map_of_many_tiles_labels_every_fourth():
+    page = heat_page(HeatMap(32, (tuple(float(i) for i in range(42)),), (0, 41)))
+    assert re.findall(r'<th scope="col" colspan="(\d)"[^>]*>(\d*)<', page) == [("4", str(32 * i)) for i in range(0, 40, 4)] + [("2", "")]
+    assert all(text == "" for _, _, text in cells(page))
+
+
+def test_a_page_of_too_many_cells_says_what_it_leaves_out():
+    page = heat_page(HeatMap(16, ((2.0,) * 50,) * (MOST_CELLS // 100), (0, 0)), count=3)
+    assert len(cells(page)) == MOST_CELLS
+    assert page.count("Not drawn") == 1
+    assert page.count("Worst in head 0") == 3
+
+
+# In a real browser.
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no browser: none of chromium, chromium-browser and google-chrome is on the PATH")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a report; at the end nothing must have been logged or fetched."""
+    said, fetched, contexts = [], [], []
+
+    def open_(report, width=1280, scheme="light"):
+        file = tmp_path / "report.html"
+        file.write_text(page_of(report), encoding="utf-8")
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.parametrize(("make", "verdict"), [(passing, "PASS"), (failing, "FAIL"), (Report, "FAIL")])
+def test_the_verdict_is_in_sight(opened, make, verdict):
+    page = opened(make())
+    assert page.title() == f"{verdict} · tilewise verify"
+    assert page.locator("#verdict strong").inner_text() == verdict
+    box = page.locator("#verdict").bounding_box()
+    assert box["height"] > 20
+    assert box["y"] + box["height"] < 800
+
+
+WORST = """map => [...map.querySelectorAll("td.worst")].map(cell => {
+    const style = getComputedStyle(cell);
+    const seen = [style.outlineStyle, parseFloat(style.outlineWidth) > 1, cell.offsetWidth > 10, cell.offsetHeight > 10];
+    return [cell.parentElement.sectionRowIndex, cell.cellIndex - 1, ...seen];
+})"""
+
+
+def test_the_heat_map_is_visible_with_its_worst_cell_marked(opened):
+    page = opened(failing())
+    maps = page.locator("table.map")
+    assert maps.count() == 3
+    for i in range(3):
+        assert maps.nth(i).is_visible()
+        assert maps.nth(i).evaluate(WORST) == [[HEAD, COLUMN, "solid", True, True, True]]
+    worst = maps.first.locator("td.worst")
+    assert "head 2, from token 48" in worst.get_attribute("title")
+    colour = "cell => getComputedStyle(cell).backgroundColor"
+    assert worst.evaluate(colour) != maps.first.locator("td.s0").first.evaluate(colour)
+    assert "gradient" in maps.nth(1).locator("td.worst").evaluate("cell => getComputedStyle(cell).backgroundImage")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
+def test_nothing_overflows_the_page(opened, make, width):
+    report = make()
+    report.results.append(Result(check("T=" + "1" * 300, implementation=Implementation("a" * 200, "cpu", external=True)), (wrong("o" * 90),)))
+    page = opened(report, width)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_failures_only(opened):
+    page = opened(failing())
+    rows = page.locator("#checks tbody tr")
+    assert rows.count() == 20
+    page.get_by_label("failures only").check()
+    assert sum(rows.nth(i).is_visible() for i in range(20)) == 4
+
+
+def test_a_failure_is_one_click_away_and_unfolds(opened):
+    page = opened(Report([Result(check(f"case-{i}"), (wrong(),)) for i in range(UNFOLDED + 2)]))
+    last = page.locator("details.failure").last
+    assert last.get_attribute("open") is None
+    page.locator("#checks a").last.click()
+    assert last.get_attribute("open") is not None
+    assert 0 <= last.locator("h3").bounding_box()["y"] < 400
+
+
+CONTRASTS = """() => {
+    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map(x => x / 255).map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = e => { const c = numbers(getComputedStyle(e).backgroundColor); return c.length < 4 || c[3] > 0 ? c : behind(e.parentElement); };
+    const written = e => [...e.childNodes].some(node => node.nodeType == 3 && node.textContent.trim());
+    return [...document.querySelectorAll("main *")].filter(written).map(e => {
+        const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+        return [(a + 0.05) / (b + 0.05), e.className + ": " + e.textContent.slice(0, 40)];
+    });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_contrast(opened, scheme):
+    report = failing()
+    row = (0.5, 2.0, 5.0, 20.0, 50.0, 200.0, 500.0, 2000.0)
+    report.results.append(Result(check("steps"), (Comparison("o", 1.0, failure=Failure(WRONG, "", heat=HeatMap(16, (row,), (0, 7)))),)))
+    page = opened(report, scheme=scheme)
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 300
+    assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []
+    red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
+    assert (red < 64) == (scheme == "dark")

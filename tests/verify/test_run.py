@@ -1,0 +1,183 @@
+"""Every status is found where it should be, and an implementation that is right has none."""
+
+import torch
+
+from tilewise.ops.flash.reference import flash_attention
+from tilewise.verify import verify
+from tilewise.verify.result import (
+    BATCH_ORDER,
+    ERROR,
+    MEMORY,
+    MODIFIED,
+    NO_GRADIENT,
+    OVERRUN,
+    PADDING,
+    STRIDED,
+    UNREPEATABLE,
+    UNWRITTEN,
+    WARNING,
+)
+from tilewise.verify.suite import GROWTH
+
+
+def right(q, k, v, *, return_lse, **options):
+    return flash_attention(q, k, v, **options)
+
+
+def judged(function, case="small", dtype="bf16", **settings):
+    (result,) = verify("flash", function, configs=[case], dtypes=[dtype], **settings).results
+    return result
+
+
+def test_what_is_right_passes_every_dtype_and_layout():
+    report = verify("flash", right, configs=["small", "strided", "packed", "no-keys", "large-logits"])
+    assert report.passed
+    assert len(report.results) == 15
+    assert not any(result.findings for result in report.results)
+
+
+def test_the_standard_run_of_a_function_measures_memory_and_warns():
+    report = verify("flash", right, dtypes=["fp32"])
+    assert report.passed
+    (growth,) = [result for result in report.results if result.check.case == GROWTH]
+    (finding,) = growth.findings
+    assert finding.status == MEMORY
+    assert finding.severity == WARNING
+
+
+def test_modified_inputs():
+    def wrong(q, k, v, **options):
+        result = right(q, k, v, **options)
+        k.data.add_(1.0)
+        return result
+
+    result = judged(wrong)
+    assert result.statuses == (MODIFIED,)
+    assert "k is not what it was" in result.findings[0].message
+
+
+def test_a_write_beside_an_input():
+    def wrong(q, k, v, **options):
+        q.detach().as_strided((1,), (1,), q.storage_offset() - 1).fill_(1.0)
+        return right(q, k, v, **options)
+
+    assert judged(wrong).statuses == (OVERRUN,)
+
+
+def test_a_write_past_the_end_of_an_output():
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        stored = torch.empty_like(o)
+        stored.copy_(o)
+        stored.detach().as_strided((1,), (1,), stored.storage_offset() + stored.numel()).fill_(0.0)
+        return o, lse
+
+    result = judged(wrong, gradients=False)
+    assert result.statuses == (OVERRUN,)
+    assert "0 elements before and 1 after a tensor of shape [1, 64, 4, 32]" in result.findings[0].message
+
+
+def test_unwritten_elements():
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        stored = torch.empty_like(o)
+        stored[:, :-1] = o[:, :-1]
+        return stored, lse
+
+    result = judged(wrong, gradients=False)
+    assert UNWRITTEN in result.statuses
+    assert PADDING not in result.statuses
+    assert "only in the last row" in result.comparisons[0].failure.diagnosis
+
+
+def test_reading_padding():
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        beyond = q.detach().as_strided((1,), (1,), q.storage_offset() + q.numel())
+        return o + 0.0 * beyond, lse
+
+    result = judged(wrong)
+    assert PADDING in result.statuses
+    assert UNWRITTEN not in result.statuses
+
+
+def test_failing_on_strided_inputs_only():
+    def wrong(q, k, v, **options):
+        flat = q.as_strided(q.shape, torch.empty(q.shape, device="meta").stride())
+        return right(flat, k, v, **options)
+
+    assert STRIDED in judged(wrong, "strided").statuses
+    assert judged(wrong, "small").passed
+
+
+def test_runs_that_differ():
+    calls = []
+
+    def wrong(q, k, v, **options):
+        calls.append(1)
+        o, lse = right(q, k, v, **options)
+        # Within rounding, so that only the bits tell.
+        return o * (1 + 2**-23 * len(calls)), lse
+
+    result = judged(wrong, dtype="fp32")
+    assert result.statuses == (UNREPEATABLE,)
+    assert "o in" in result.findings[0].message
+    assert judged(right, repeat=4).passed
+
+
+def test_a_result_that_depends_on_the_batch_order():
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        first = torch.arange(q.shape[0]).view(-1, 1, 1, 1) == 0
+        return torch.where(first, o * (1 + 2**-23), o), lse
+
+    assert judged(wrong, "B=3,T=9", dtype="fp32").statuses == (BATCH_ORDER,)
+
+
+def test_a_packed_result_that_depends_on_the_batch_order():
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        return torch.cat([o[:3] * (1 + 2**-23), o[3:]]), lse
+
+    assert judged(wrong, "lengths=5/0/9/4", dtype="fp32").statuses == (BATCH_ORDER,)
+    assert judged(right, "lengths=5/0/9/4", dtype="fp32").passed
+
+
+def test_no_gradient():
+    def wrong(q, k, v, **options):
+        return right(q, k.detach(), v, **options)
+
+    result = judged(wrong)
+    assert NO_GRADIENT in result.statuses
+    assert "no gradient reaches k" in result.findings[0].message
+    assert judged(wrong, gradients=False).passed
+
+
+def test_an_exception_is_a_finding_with_its_place():
+    def wrong(q, k, v, **options):
+        raise ZeroDivisionError("nothing to see")
+
+    result = judged(wrong)
+    assert result.statuses == (ERROR,)
+    assert "ZeroDivisionError: nothing to see" in result.findings[0].message
+    assert "test_run.py" in result.findings[0].message
+
+
+def test_what_is_returned_must_be_the_outputs():
+    assert "expected 2 tensors (o, lse), got Tensor" in judged(lambda q, k, v, **options: right(q, k, v, **options)[0]).findings[0].message
+    wrong_shape = judged(lambda q, k, v, **options: (right(q, k, v, **options)[0].transpose(1, 2), right(q, k, v, **options)[1]))
+    assert [comparison.failure.status for comparison in wrong_shape.comparisons if comparison.failure] == ["wrong shape"]
+
+
+def test_tolerances_take_the_place_of_eager_torch():
+    def rough(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        return o * 1.003, lse
+
+    assert not judged(rough, dtype="fp32").passed
+    assert not judged(rough, dtype="fp32", rtol=1e-3, gradients=False).passed
+    assert judged(rough, dtype="fp32", rtol=1e-2, gradients=False).passed
+
+
+def test_range_inputs_pass_in_every_dtype():
+    assert verify("flash", right, configs=["small", "window", "packed", "gqa-3"], fill="range").passed
