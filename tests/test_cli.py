@@ -1,31 +1,25 @@
-"""The command line as a user meets it: output, exit codes, wrong usage."""
+"""The command line as a user meets it: output, exit codes, wrong usage, reports."""
 
+import json
 import os
 import subprocess
 import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from tilewise import cli, registry
-from tilewise.verify import run as verify_run
-from tilewise.verify.compare import Comparison
-from tilewise.verify.report import print_results
-from tilewise.verify.run import Result
+from tilewise import cli
 
+jsonschema = pytest.importorskip("jsonschema")
 runner = CliRunner()
+IMPLEMENTATIONS = Path(__file__).parent / "verify" / "implementations.py"
+SCHEMA = json.loads(files("tilewise.verify").joinpath("report.schema.json").read_text())
 
 
-def result(passed=True, problem=""):
-    comparison = Comparison("o", passed, problem, 1e-3, 1e-4, 1e-5, 2e-3)
-    return Result("flash", "small", "bf16", "cpu", (comparison, Comparison("lse", True, "", 0.0, 0.0, 0.0, 1e-6)))
-
-
-def printed(results, verbose=False):
-    console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
-    passed = print_results(results, console, verbose)
-    return passed, console.export_text()
+def invoke(*words: str):
+    return runner.invoke(cli.app, ["verify", *words])
 
 
 def test_help_names_the_commands():
@@ -34,56 +28,116 @@ def test_help_names_the_commands():
     assert "doctor" in text
 
 
-def test_an_unknown_operator_is_wrong_usage():
-    outcome = runner.invoke(cli.app, ["verify", "flush"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["flush"], "there is no operator 'flush': expected one of flash"),
+        (["flash", "--config", "smal"], "there is no case 'smal': expected one of small, medium"),
+        (["flash", "--config", "T=x"], "'T=x': expected an integer"),
+        (["flash", "--dtype", "fp8"], "there is no dtype 'fp8': expected some of fp32,fp16,bf16"),
+        (["--impl", "a.py:f"], "--impl implements one operator: name it, one of flash"),
+        (["flash", "--impl", "a.py:f"], "there is no file a.py"),
+        (["flash", "--range", "--range-raw"], "give one of them"),
+        (["flash", "--config", "T=3", "--json", "nowhere/report.json"], "there is no folder nowhere"),
+        (["flash", "--repeat", "0"], "equal to 1"),
+        (["bsa"], "bsa has no kernels here yet: give an implementation to check"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_to_do(words, message):
+    outcome = invoke(*words)
     assert outcome.exit_code == 2
-    assert "there is no operator 'flush': expected one of flash" in outcome.output
+    assert message in " ".join(outcome.output.split())
 
 
-@pytest.mark.parametrize(("passed", "code", "verdict"), [(True, 0, "PASS: all 1 checks passed"), (False, 1, "FAIL: 1 of 1 checks failed")])
-def test_the_exit_code_is_the_verdict(monkeypatch, passed, code, verdict):
-    monkeypatch.setattr(verify_run, "verify_operator", lambda operator: [result(passed, "" if passed else "worst at [0]: 1, expected 2")])
-    outcome = runner.invoke(cli.app, ["verify", "flash"])
-    assert outcome.exit_code == code
-    assert verdict in outcome.output
+def test_a_pass_prints_a_line_a_check_and_exits_with_0():
+    outcome = invoke("flash", "--config", "T=9,causal=true", "--config", "T=5", "--dtype", "bf16")
+    assert outcome.exit_code == 0
+    lines = outcome.output.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("✓ flash T=9,causal=true bf16 triton (interpreted) max_diff")
+    assert lines[-1] == "PASS: all 4 checks passed: outputs and gradients against fp64 truth"
+    verbose = invoke("flash", "--config", "T=5", "--dtype", "bf16", "-v").output
+    assert all(f"    ✓ {name}" in verbose for name in ("o", "lse", "dq", "dk", "dv"))
 
 
-def test_a_failure_prints_every_tensor():
-    passed, text = printed([result(False, "worst at [0, 1]: 3, expected 2")])
-    assert not passed
-    assert "✗ flash small" in text
-    assert "✗ o    max 1.00e-03  mean 1.00e-04  std 1.00e-05  allowed 2.00e-03  worst at [0, 1]: 3, expected 2" in text
-    assert "✓ lse" in text
-
-
-def test_a_pass_prints_one_line_unless_verbose():
-    passed, text = printed([result()])
-    assert passed
-    assert len(text.strip().splitlines()) == 2
-    assert len(printed([result()], verbose=True)[1].strip().splitlines()) == 4
-
-
-def test_nothing_checked_is_no_pass():
-    assert not printed([])[0]
-
-
-def test_the_console_script_runs_the_whole_check_of_one_case(monkeypatch):
-    """`python -m tilewise verify` in a process of its own, kernels and all, on the two smallest cases."""
-    code = (
-        "import sys; from tilewise.verify.cases import flash; flash.CASES = flash.CASES[3:5]\n"
-        "sys.argv = ['tilewise', 'verify', 'flash']; from tilewise.cli import main; main()"
+def test_a_failure_prints_all_that_is_known_and_exits_with_1():
+    outcome = invoke(
+        "flash", "--impl", f"{IMPLEMENTATIONS}:fails_from_17_tokens_on", "--config", "T=64,H=1", "--config", "T=5", "--dtype", "fp32", "--no-grad"
     )
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    assert outcome.exit_code == 1
+    text = outcome.output
+    assert "wrong values" in text
+    assert "max_diff" in text
+    assert "max_rel_diff" in text
+    assert "exceed rtol 0.001 and atol 0.0001" in text
+    assert "looks like: only from row 16 on, of 64" in text
+    assert f"repeat: tilewise verify flash --config T=64,H=1 --dtype fp32 --impl {IMPLEMENTATIONS}:fails_from_17_tokens_on --no-grad" in text
+    assert text.splitlines()[-1] == "FAIL: 1 of 2 checks failed"
+
+
+def test_fail_fast_stops():
+    outcome = invoke(
+        "flash", "--impl", f"{IMPLEMENTATIONS}:fails_from_17_tokens_on", "--config", "T=64", "--config", "T=5", "--dtype", "fp32", "--fail-fast"
+    )
+    assert outcome.exit_code == 1
+    assert "FAIL: 1 of 1 checks failed" in outcome.output
+
+
+def test_list_names_cases_and_planted_bugs():
+    text = invoke("--list").output
+    assert "large-logits" in text
+    assert "T=65,causal=true,size=2500.0" in text
+    assert "forgotten-rescale" in text
+    assert invoke("flush", "--list").exit_code == 2
+
+
+def test_reports_are_written(tmp_path):
+    implementation = f"{IMPLEMENTATIONS}:fails_from_17_tokens_on"
+    report, page = tmp_path / "report.json", tmp_path / "report.html"
+    words = [
+        "flash",
+        "--impl",
+        implementation,
+        "--config",
+        "T=64",
+        "--config",
+        "no-keys",
+        "--dtype",
+        "fp16",
+        "--json",
+        str(report),
+        "--html",
+        str(page),
+    ]
+    assert invoke(*words).exit_code == 1
+    document = json.loads(report.read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert not document["passed"]
+    assert [result["case"] for result in document["results"]] == ["T=64", "no-keys"]
+    assert document["results"][0]["comparisons"][0]["failure"]["diagnosis"]
+    assert document["environment"]["torch"]
+    assert "FAIL" in page.read_text()
+
+
+def test_the_schema_would_refuse_another_document(tmp_path):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"schema": "tilewise.verify", "version": 2}, SCHEMA)
+
+
+def test_range_gives_the_same_numbers_every_time(tmp_path):
+    documents = []
+    for number in range(2):
+        path = tmp_path / f"{number}.json"
+        assert invoke("flash", "--config", "T=20", "--dtype", "fp32", "-r", "--json", str(path)).exit_code == 0
+        documents.append([result["comparisons"] for result in json.loads(path.read_text())["results"]])
+    assert documents[0] == documents[1]
+
+
+def test_the_console_script_runs_in_a_process_of_its_own():
+    words = [sys.executable, "-m", "tilewise", "verify", "flash", "--config", "one-key", "--config", "no-keys"]
+    outcome = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     lines = outcome.stdout.splitlines()
     assert sum(line.startswith("✓ flash") for line in lines) >= 6
     assert lines[-1].startswith("PASS: all")
-
-
-def test_every_operator_of_the_registry_is_whole():
-    for operator in registry.OPERATORS.values():
-        assert callable(operator.load("function"))
-        assert callable(operator.load("reference"))
-        names = [case.name for case in operator.load("cases")]
-        assert names
-        assert len(names) == len(set(names))

@@ -57,7 +57,7 @@ def run_jobs(jobs: Sequence[Job], workers: int = 0) -> Iterator[list[Result]]:
 @contextlib.contextmanager
 def one_process() -> Iterator[Callable[[Check], Result]]:
     """Checks as they come, one after the other in one process, which is kept."""
-    slots = _Slots(os.cpu_count() or 1, ())
+    slots = _Slots(1, ())
     try:
         yield lambda check: slots.run(Job((check,)))[0]
     finally:

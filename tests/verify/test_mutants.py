@@ -1,0 +1,60 @@
+"""Every planted bug is caught by the standard check; and the score can be less."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tilewise import registry
+from tilewise.verify import verify
+from tilewise.verify.api import score
+from tilewise.verify.cases import flash
+from tilewise.verify.plan import DTYPES
+from tilewise.verify.result import Settings
+from tilewise.verify.suite import Mutant
+
+WITH_KERNELS = [operator for operator in registry.OPERATORS.values() if operator.function]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", WITH_KERNELS, ids=lambda operator: operator.name)
+def test_every_planted_bug_is_caught(operator):
+    mutants = list(score(operator, (), DTYPES, Settings()))
+    assert len(mutants) >= 15
+    assert [mutant.name for mutant in mutants if not mutant.caught] == []
+
+
+@pytest.mark.parametrize("operator", WITH_KERNELS, ids=lambda operator: operator.name)
+def test_every_bug_can_be_planted(operator):
+    mutants = operator.load("suite").mutants
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        source = Path(importlib.util.find_spec(f"tilewise.ops.{mutant.module}").origin).read_text()
+        planted = mutant.plant(source)
+        assert planted != source
+        compile(planted, mutant.name, "exec")
+
+
+def test_a_weak_check_scores_less_than_all(monkeypatch):
+    """Without a mask in the one case, a bug in the mask gets away; a missing scale does not."""
+    chosen = tuple(mutant for mutant in flash.MUTANTS if mutant.name in ("missing-scale", "delta-dropped", "causal-long", "softcap-ignored"))
+    monkeypatch.setattr(flash, "SUITE", dataclasses.replace(flash.SUITE, mutants=chosen))
+    report = verify("flash", configs=["T=5,H=1"], dtypes=["bf16"], mutants=True)
+    caught = {mutant.name: mutant.caught for mutant in report.mutants}
+    assert caught["missing-scale"]
+    assert caught["delta-dropped"]
+    assert not caught["causal-long"]
+    assert not caught["softcap-ignored"]
+    assert not report.passed
+    assert all(result.passed for result in report.results)
+
+
+def test_a_mutant_that_finds_nothing_to_change_is_an_error():
+    with pytest.raises(ValueError, match="bring it up to date"):
+        Mutant("gone", "", "flash.kernels_fwd", "no such line", "").plant("x = 1")
+
+
+def test_line_breaks_do_not_disarm_a_mutant():
+    assert Mutant("m", "", "", "f(a, b)", "g()").plant("y = f(a,\n      b)") == "y = g()"

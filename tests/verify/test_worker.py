@@ -1,0 +1,96 @@
+"""Crashes and hangs are findings, and the run goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from tilewise.verify import UsageError, suite, verify
+from tilewise.verify.result import CRASH, HANG
+
+HERE = Path(__file__).parent / "implementations.py"
+
+
+def run(name, *configs, **options):
+    return verify("flash", f"{HERE}:{name}", configs=configs, dtypes=["fp32"], **options)
+
+
+def test_a_crash_is_a_finding_and_the_worker_is_replaced():
+    report = run("crashes_when_causal", "small", "T=9,causal=true", "T=12", "T=8,causal=true")
+    assert [result.passed for result in report.results] == [True, False, True, False]
+    assert report.results[1].statuses == (CRASH,)
+    assert "SIGSEGV" in report.results[1].findings[0].message
+
+
+def test_a_process_that_exits_is_a_crash():
+    (result,) = run("exits", "small").results
+    assert result.findings[0].message == "the process ended with exit code 7"
+
+
+def test_a_hang_is_a_finding(monkeypatch):
+    monkeypatch.setattr(suite, "TIME_LIMIT", 2.0)
+    report = run("hangs", "small", "T=9")
+    assert [result.statuses for result in report.results] == [(HANG,), (HANG,)]
+    assert "no result within 2 seconds" in report.results[0].findings[0].message
+
+
+def test_results_come_in_order_and_what_is_printed_stays_out(capfd):
+    names = [f"T={tokens}" for tokens in (40, 3, 33, 1, 17, 2)]
+    report = run("prints", *names)
+    assert [result.check.case for result in report.results] == names
+    assert report.passed
+    assert "a line of its own" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("implementations", "expected FILE.py:FUNCTION or package.module:function"),
+        ("no_such_package.module:f", "no_such_package.module does not import: ModuleNotFoundError"),
+        (f"{HERE}:nothing", "has no function 'nothing': it has .*crashes_when_causal"),
+        (f"{HERE}:not_a_function", "has no function 'not_a_function'"),
+        (f"{HERE}:takes_too_many", "cannot be called with q, k, v, return_lse: missing a required argument: 'mask'"),
+    ],
+)
+def test_wrong_usage_is_said(spec, message):
+    with pytest.raises(UsageError, match=message):
+        verify("flash", spec, configs=["small"], dtypes=["fp32"])
+
+
+def test_a_file_that_does_not_import(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import nothing_of_that_name\n")
+    with pytest.raises(UsageError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'"):
+        verify("flash", f"{path}:f", configs=["small"])
+
+
+def test_arguments_that_cases_need_are_named():
+    with pytest.raises(UsageError, match=r"lacks window_size \(for window\).*choose cases that do without"):
+        run("lacks_the_window", "small", "window")
+    assert run("lacks_the_window", "small", "medium").passed
+
+
+def test_a_function_in_a_package():
+    assert verify("flash", "tilewise:flash_attention", configs=["T=9"], dtypes=["bf16"]).passed
+
+
+def test_search_shrinks_to_the_smallest_problem():
+    report = run("fails_from_17_tokens_on", "T=3", search=40)
+    (found,) = report.failures
+    assert "T=17" in found.check.case or "lengths=17" in found.check.case
+    assert "H=1" in found.check.case
+    assert "--config" in found.check.command()
+    assert report.searched == {"flash": 40}
+    # The command does what it says.
+    assert not run("fails_from_17_tokens_on", found.check.case).passed
+
+
+def test_search_in_this_process():
+    def wrong(q, k, v, *, softcap=0.0, return_lse=False, **options):
+        from tilewise.ops.flash.reference import flash_attention
+
+        return flash_attention(q, k, v, **options)
+
+    (found,) = verify("flash", wrong, configs=["T=3"], dtypes=["fp32"], search=40).failures
+    assert "softcap=" in found.check.case
+    assert verify("flash", "tilewise:flash_attention", configs=["T=3"], dtypes=["fp32"], search=5).passed
