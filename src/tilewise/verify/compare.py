@@ -89,7 +89,7 @@ def limits_from_eager(
     """Limits from what `eager` torch makes of `truth` in its precision, and from a `further` error that the contract itself costs.
 
     The greatest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor: what rounding alone may cost
-    the largest value, or `floor` times that value. Where the truth is zero everywhere by definition, only what eager makes of it is allowed.
+    the largest value, and `floor` times that value. Where the truth is zero everywhere by definition, only what eager makes of it is allowed.
     """
     expected = truth[truth.isfinite()].double()
     if expected.numel() == 0:
@@ -98,7 +98,7 @@ def limits_from_eager(
     if further is not None:
         error += further[truth.isfinite()].abs()
     # A mean square error is well below half of the worst case.
-    floor = max(floor, rounding_floor(eager.dtype, eager.device))
+    floor = floor + rounding_floor(eager.dtype, eager.device)
     factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
     return Limits(max(factor * error.max().item(), floor * expected.abs().max().item()), max(factor * _rms(error), floor / 2 * _rms(expected)))
 
