@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 EPS = 1e-6
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 def weigh(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """A(q·k) of queries [H, M, D] and keys [H, N, D]."""
-    return F.silu(q @ k.transpose(-1, -2) * scale) / scale
+    return functional.silu(q @ k.transpose(-1, -2) * scale) / scale
 
 
 def choose(weights: Tensor, count: int) -> Tensor:
@@ -70,7 +70,7 @@ def choose(weights: Tensor, count: int) -> Tensor:
     # A stable sort leaves equal weights in order: the lower index wins.
     best = weights.sort(dim=-1, descending=True, stable=True).indices[..., : count - 1].sort(dim=-1).values
     chosen = torch.cat([best, torch.full((heads, queries, 1), own, device=best.device)], dim=-1)
-    return F.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
+    return functional.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
 
 
 def attend_tile(i: int, q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, sizes: Sizes, steps: Steps) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def attend_sequence(tensors: list[Tensor], gates: list[Tensor | None], sizes: Si
     """One sequence, q [T, H, D] and so on: its output [T, H, Dv] and blocks [H, T, S]."""
     # Heads first, so that one product of matrices does all heads.
     q, k, v, u = (x.float().transpose(0, 1) for x in tensors)
-    heads, tokens, values = v.shape
+    heads, tokens = v.shape[:2]
     whole = tokens // sizes.block_size
     k_cmp, v_cmp = (x[:, : whole * sizes.block_size].unflatten(1, (whole, sizes.block_size)).mean(2) for x in (k, v))
     tiles = range(-(-tokens // sizes.block_size))
@@ -163,7 +163,7 @@ def approximate_norm(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Wrong: layer norm of each head by itself, which needs no sum over heads, rather than of all heads of a token together."""
 
     def normalise(x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=EPS)
+        return functional.layer_norm(x, x.shape[-1:], eps=EPS)
 
     return correct(*arguments, **options, steps=Steps(normalise=normalise))
 

@@ -1,0 +1,115 @@
+"""What follows from the first value that parts: which line of a flash kernel makes it, and what it looks like instead."""
+
+import numpy as np
+
+from tilewise.trace.judge import Row
+from tilewise.trace.values import Values
+
+# What makes each value, in the words of somebody who looks for the line.
+MAKERS = {
+    "Q": "the load of Q: its pointers, strides or mask",
+    "K": "the load of K: its pointers, strides or mask",
+    "V": "the load of V: its pointers, strides or mask",
+    "dO": "the load of dO: its pointers, strides or mask",
+    "S": "the product of Q and K, the cap or the mask",
+    "M": "the running maximum",
+    "P": "the exponential",
+    "L": "the running sum",
+    "O_scale": "the rescale of O",
+    "O": "the product of P and V, or what it is added to",
+    "LSE": "the logarithm at the end",
+    "LSE2": "the LSE that the backward starts from",
+    "delta": "delta = rowsum(o · do) - dlse",
+    "dP": "the product of dO and V",
+    "dS": "dS = P · (dP - delta)",
+    "dQ": "the product of dS and K, or its scale at the end",
+    "dK": "the product of dS and Q, or its scale at the end",
+    "dV": "the product of P and dO",
+}
+
+
+def explain(row: Row, kernel: Values, simulation: Values) -> list[str]:
+    """Sentences, the surest first."""
+    name, _, step_text = row.name.rpartition("_")
+    if not step_text.isdigit():
+        name, step_text = row.name.removesuffix("_final"), ""
+    step = int(step_text) if step_text else 0
+    guesses = [_guess(row.name, name, step, kernel, simulation), f"{name} comes from {MAKERS.get(name, 'what follows the values that agree')}"]
+    return [guess for guess in guesses if guess]
+
+
+def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) -> str:
+    ours, theirs = kernel[full].astype(np.float64), simulation[full].astype(np.float64)
+    if not ours.any():
+        return f"{full} is all zero"
+    if name == "S":
+        mask = _mask(ours, theirs)
+        if mask:
+            return mask
+    if name in ("Q", "K", "V", "dO"):
+        shift = _shifted(ours, theirs)
+        if shift:
+            return f"{full} {shift}"
+    if name == "M" and step and _close(ours, _row_maximum(kernel, simulation, step)):
+        return "M holds this block's maximum alone: the running maximum is not kept"
+    if name == "L" and step:
+        p, before = kernel.get(f"P_{step}"), kernel.get(f"L_{step - 1}")
+        if p is not None and before is not None and _close(ours, before + p.sum(1)):
+            return "L is the sum so far plus this block's, without the rescale of the sum so far"
+        if p is not None and _close(ours, p.sum(1)):
+            return "L holds this block's sum alone"
+    if name == "O_scale" and step and f"O_{step - 1}" in kernel and _close(ours, kernel[f"O_{step - 1}"]):
+        return f"everything is right until block {step - 1}, then O is off by a factor of exp(M_{step - 1} - M_{step}): the rescale of O is missing"
+    if full in ("dK_final", "dV_final"):
+        other = "dV_final" if full == "dK_final" else "dK_final"
+        if other in simulation and simulation[other].shape == ours.shape and _close(ours, simulation[other]):
+            return f"{full} holds what {other} should: dK and dV are exchanged"
+    if name == "dS" and f"P_{step}" in kernel and _close(ours, kernel[f"P_{step}"] * kernel[f"dP_{step}"]):
+        return "dS is P · dP: delta is not subtracted"
+    return _factor(full, ours, theirs)
+
+
+def _close(a: np.ndarray, b: np.ndarray | None) -> bool:
+    if b is None or a.shape != b.shape:
+        return False
+    finite = np.isfinite(a) & np.isfinite(b)
+    scale = np.abs(b[finite]).max(initial=0.0)
+    return bool(finite.any() and (np.isfinite(a) == np.isfinite(b)).all() and np.abs(a[finite] - b[finite]).max() <= 1e-3 * scale)
+
+
+def _row_maximum(kernel: Values, simulation: Values, step: int) -> np.ndarray | None:
+    """This step's maximum by row, in M's units as the simulation has them."""
+    m, s = simulation.get(f"M_{step}"), simulation.get(f"S_{step}")
+    first_m, first_s = simulation.get("M_0"), simulation.get("S_0")
+    if m is None or s is None or first_m is None or first_s is None:
+        return None
+    rows = np.isfinite(first_m) & (np.abs(first_s.max(1)) > 0)
+    return s.max(1) * float(np.median(first_m[rows] / first_s.max(1)[rows])) if rows.any() else None
+
+
+def _mask(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """Where the kernel sees what it should not, or does not see what it should."""
+    extra = np.isfinite(ours) & ~np.isfinite(theirs)
+    lost = ~np.isfinite(ours) & np.isfinite(theirs)
+    if not extra.any() and not lost.any():
+        return ""
+    which, verb = (extra, "sees") if extra.any() else (lost, "does not see")
+    row, column = (int(i) for i in np.argwhere(which)[0])
+    return f"the mask: row {row} {verb} key {column} of this block, {int(which.sum())} pairs in all"
+
+
+def _shifted(ours: np.ndarray, theirs: np.ndarray) -> str:
+    for offset in (1, -1):
+        if ours.shape[0] > 2 and _close(ours[1:] if offset == 1 else ours[:-1], theirs[:-1] if offset == 1 else theirs[1:]):
+            return f"is shifted by {offset} row"
+    return ""
+
+
+def _factor(full: str, ours: np.ndarray, theirs: np.ndarray) -> str:
+    both = np.isfinite(ours) & np.isfinite(theirs) & (np.abs(theirs) > 1e-6 * np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0))
+    if not both.any():
+        return ""
+    factor = float(np.median(ours[both] / theirs[both]))
+    if abs(factor - 1) > 1e-3 and factor != 0 and _close(ours / factor, theirs):
+        return f"{full} is {factor:.4g} times what it should be"
+    return ""

@@ -1,0 +1,223 @@
+"""Flash attention's programs, recorded and simulated."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise.ops.flash import configs, launch, simulate
+from tilewise.ops.flash.simulate import Named, Options, Tiling
+from tilewise.trace.record import Recording, record
+from tilewise.trace.values import MissingNameError, Naming, Values, named_values
+
+FORWARD = Naming(
+    anchor="S",
+    before={"Q": ("q", "b_q", "q_block")},
+    step={
+        "K": ("k", "b_k", "k_block"),
+        "S": ("qk", "s", "b_s", "scores", "s_ij"),
+        "M": ("m_i", "m"),
+        "L": ("l_i", "l"),
+        "P": ("p", "b_p"),
+        "V": ("v", "b_v", "v_block"),
+        "O": ("acc", "o", "acc_o"),
+    },
+    after={"O_final": ("b_o", "o"), "LSE": ("b_lse", "lse")},
+    first={"O": "O_scale"},
+)
+DQ = Naming(
+    anchor="S",
+    before={"Q": ("b_q",), "dO": ("b_do",), "LSE2": ("b_lse",), "delta": ("b_delta",)},
+    step={"K": ("b_k",), "S": ("b_s",), "V": ("b_v",), "dP": ("b_dp",), "P": ("b_p",), "dS": ("b_ds",), "dQ": ("acc_dq",)},
+)
+DKDV = Naming(
+    anchor="S",
+    before={"K": ("b_k",), "V": ("b_v",)},
+    step={"Q": ("b_q",), "S": ("b_sT",), "P": ("b_pT",), "dO": ("b_do",), "dV": ("acc_dv",), "dP": ("b_dpT",), "dS": ("b_dsT",), "dK": ("acc_dk",)},
+    transposed=frozenset({"S", "P", "dP", "dS"}),
+)
+# The order in which values depend on each other.
+ORDER = {
+    "forward": ("K", "S", "M", "P", "L", "V", "O_scale", "O"),
+    "dq": ("K", "S", "V", "dP", "P", "dS", "dQ"),
+    "dkdv": ("Q", "S", "P", "dO", "dV", "dP", "dS", "dK"),
+}
+HEADS, GROUP, CHANNELS = 2, 2, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of a trace: one batch entry, HEADS query heads on one key head, T tokens."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+
+    @property
+    def options(self) -> Options:
+        """As the simulation takes them."""
+        return Options(self.q.shape[-1] ** -0.5, right=0 if self.causal else None)
+
+    def head(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        """[T, D] of one head."""
+        return x[0, :, head]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One program of one kernel: its values, the simulation's, and the simulation's in fp64; `steps` of them, and where the program is."""
+
+    kernel_name: str
+    part: str
+    place: str
+    kernel: Values
+    simulation: Values
+    exact: Values
+    steps: int
+
+
+def arrays(named: Iterable[Named]) -> Values:
+    """As NumPy arrays, in the order in which they come."""
+    return {name: x.detach().double().cpu().numpy() for name, x in named}
+
+
+def _find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int, int, float]:
+    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is multiplied by."""
+    _, tokens, heads, channels = tensor.shape
+    source = tensor[0].double().cpu().numpy()
+    best = (np.inf, 0, 0, 1.0)
+    for head in range(heads):
+        for start in range(0, tokens, block):
+            rows = source[start : start + block, head]
+            ours = value[: rows.shape[0], :channels].astype(np.float64)
+            factor = float((ours * rows).sum() / max((rows * rows).sum(), 1e-300))
+            error = float(np.abs(ours - factor * rows).max(initial=0.0) / max(np.abs(factor * rows).max(initial=0.0), 1e-300))
+            best = min(best, (error, head, start, factor))
+    error, head, start, factor = best
+    if error > 2**-6:
+        raise MissingNameError("what was recorded as Q (or K) is no tile of the inputs: name the right variable with --names Q=...")
+    return head, start, factor
+
+
+def _units(value: np.ndarray, simulated: np.ndarray, candidates: Mapping[str, float]) -> float:
+    """Which of the candidate units the kernel works in, from its first tile; 1 where none fits."""
+    both = np.isfinite(value) & np.isfinite(simulated)
+    scale = np.abs(simulated[both]).max(initial=0.0)
+    for unit in candidates.values():
+        if scale and np.abs(value[both] / unit - simulated[both]).max(initial=0.0) <= 2**-6 * scale:
+            return unit
+    return 1.0
+
+
+def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Naming = FORWARD, required: tuple[str, ...] = ()) -> Traced:
+    """Record what `call` launches, and simulate the program that was recorded."""
+    with record(program) as recording:
+        call()
+    launched, values = _first_with_anchor(recording, naming, required)
+    if "Q" not in values:
+        raise MissingNameError("the query tile was not found: name its variable with --names Q=...")
+    block_m, block_n = values["S_0"].shape
+    head, i_m, factor = _find_rows(values["Q"], case.q, block_m)
+    group = case.q.shape[2] // case.k.shape[2]
+    reverse = False
+    if "K_0" in values and not case.causal:
+        reverse = _find_rows(values["K_0"], case.k, block_n)[1] > 0
+    tiling = Tiling(block_m, block_n, reverse=reverse)
+    tensors = [case.head(case.q, head), case.head(case.k, head // group), case.head(case.v, head // group)]
+    simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
+    exact = arrays(simulate.forward(*(x.double() for x in tensors), i_m, tiling, case.options))
+    rows = min(block_m, case.q.shape[1] - i_m)
+    kernel = _crop(_in_our_units(values, simulation, case.options.scale, factor), simulation, rows)
+    simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
+    steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
+    return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps)
+
+
+def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values]:
+    problem: MissingNameError | None = None
+    for launched in range(len(recording.kernels)):
+        try:
+            return launched, named_values(recording.of_launch(launched), naming, required)
+        except MissingNameError as error:
+            problem = problem or error
+    raise problem or MissingNameError("no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)")
+
+
+def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float) -> Values:
+    """Q, S and M as the simulation has them: S unscaled, M in base 2. The units are read off the first tile and hold for all."""
+    log2e = simulate.LOG2E
+    s_unit = _units(values["S_0"], simulation["S_0"], {"raw": 1.0, "scaled": scale, "base 2": scale * log2e})
+    m_unit = _units(values["M_0"], simulation["M_0"], {"base 2": 1.0, "base e": 1 / log2e, "raw": 1 / (scale * log2e)}) if "M_0" in values else 1.0
+    masks = any(np.isneginf(x).any() for name, x in values.items() if name.startswith("S_"))
+    result = {}
+    for name, x in values.items():
+        if name.startswith("S_"):
+            x = x / s_unit
+            if not masks and name in simulation:
+                # A kernel that masks elsewhere: its scores are judged where they count.
+                x = np.where(np.isneginf(simulation[name]), -np.inf, x)
+        result[name] = x / m_unit if name.startswith("M_") else x / q_factor if name == "Q" else x
+    return result
+
+
+def _crop(kernel: Values, simulation: Values, rows: int) -> Values:
+    """Without the channels that pad a tile, and without the rows past the end."""
+    result = {}
+    for name, x in kernel.items():
+        shape = simulation[name].shape if name in simulation else x.shape
+        x = x[tuple(slice(0, size) for size in shape)] if x.ndim == len(shape) else x
+        result[name] = x if name.startswith(("K_", "V_")) else x[:rows]
+    return result
+
+
+def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program: int) -> list[Traced]:
+    """Our own backward: a program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
+    inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
+    o, lse = launch.forward(inputs, config)
+    with record(program) as recording:
+        gradients = launch.backward(inputs, o, lse, do, None, config, config)
+    delta, lse_log2 = zip(*(simulate.prepare(o[0, :, h], do[0, :, h], lse[0, h], None) for h in range(HEADS)), strict=True)
+    tiling = Tiling(config.block_m, config.block_n)
+    found = []
+    for part, naming, kernel_name in (("dkdv", DKDV, "flash_bwd_dkdv_kernel"), ("dq", DQ, "flash_bwd_dq_kernel")):
+        values = named_values(recording.of_launch(recording.kernels.index(kernel_name)), naming)
+        if part == "dkdv":
+            _, start, _ = _find_rows(values["K"], case.k, config.block_n)
+            heads = [x[0].transpose(0, 1) for x in (case.q, do)]
+            k, v = case.head(case.k, 0), case.head(case.v, 0)
+            arguments = (heads[0], k, v, heads[1], torch.stack(lse_log2), torch.stack(delta))
+            run, rows, block = simulate.backward_dkdv, case.k.shape[1] - start, config.block_n
+            values |= {"dK_final": _stored(gradients[1], 0, start, block), "dV_final": _stored(gradients[2], 0, start, block)}
+            place = f"key head 0, keys {start} to {start + min(rows, block) - 1}"
+        else:
+            head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
+            arguments = (case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0), case.head(do, head), lse_log2[head], delta[head])
+            run, rows, block = simulate.backward_dq, case.q.shape[1] - start, config.block_m
+            values |= {"dQ_final": _stored(gradients[0], head, start, block)}
+            place = f"head {head}, rows {start} to {start + min(rows, block) - 1}"
+        simulation = arrays(run(*arguments, start, tiling, case.options))
+        exact = arrays(run(*(x.double() for x in arguments), start, tiling, case.options))
+        kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
+        kernel, simulation, exact = (_inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
+        steps = sum(name.startswith("S_") for name in simulation)
+        found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps))
+    return found
+
+
+def _stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:
+    return simulate.tile(gradient[0, :, head], start, block).double().cpu().numpy()
+
+
+def _inside(part: str, values: Values, rows: int) -> Values:
+    """Only the rows that exist: of a key tile the keys (columns of scores), of a query tile the queries."""
+    result = {}
+    for name, x in values.items():
+        base = name.rpartition("_")[0] if name.rpartition("_")[2].isdigit() else name.removesuffix("_final")
+        if part == "dkdv":
+            result[name] = x[:rows] if base in ("K", "V", "dK", "dV") else x[:, :rows] if base in ("S", "P", "dP", "dS") else x
+        else:
+            result[name] = x if base in ("K", "V") else x[:rows]
+    return result

@@ -1,0 +1,130 @@
+"""A kernel's recorded assignments under the simulation's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tilewise.trace.record import END, TURN, Event
+
+Values = dict[str, np.ndarray]
+
+
+class MissingNameError(Exception):
+    """A variable that was asked for never occurs; the message lists those that do."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Which variables of a kernel hold our values: before, in and after its loop over tiles. Of several candidates the first that occurs counts.
+
+    In a step the last assignment counts; `first` names what the first one is, where that differs (O_scale for O). `anchor` tells the loop.
+    """
+
+    anchor: str
+    step: Mapping[str, tuple[str, ...]]
+    before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
+    # Tiles that the kernel keeps transposed.
+    transposed: frozenset[str] = frozenset()
+
+    def renamed(self, given: Mapping[str, str]) -> "Naming":
+        """With the variables that a user names in place of the candidates."""
+        known = {**self.before, **self.step, **self.after}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise MissingNameError(f"there is no value {unknown[0]!r}: expected some of {', '.join(known)}")
+
+        def replace(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+            return {name: (given[name],) if name in given else candidates for name, candidates in names.items()}
+
+        return Naming(self.anchor, replace(self.step), replace(self.before), replace(self.after), self.first, self.transposed)
+
+
+def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str] = ()) -> Values:
+    """Values by our names, `S_0` for S of the first step; a MissingNameError where the anchor or a `required` one never occurs."""
+    tiles = [event for event in events if event.value is None or event.value.ndim > 0]
+    anchor = next((i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim == 2), None)
+    if anchor is None:
+        raise MissingNameError(_missing(naming.anchor, naming.step[naming.anchor], tiles))
+    before, steps, after = _split(tiles, anchor)
+    # A helper's own variables may have the same names: only the function of the anchor and that of the loop count.
+    loop = _loop(tiles, anchor)
+    scope = {tiles[anchor].function} | ({loop.function} if loop else set())
+    values: Values = {}
+    for name, candidates in naming.before.items():
+        values |= _last(name, candidates, before, scope, naming)
+    for number, step in enumerate(steps):
+        for name, candidates in naming.step.items():
+            found = _assignments(candidates, step, scope)
+            if found:
+                values[f"{name}_{number}"] = _turned(name, found[-1], naming)
+                if name in naming.first:
+                    values[f"{naming.first[name]}_{number}"] = _turned(name, found[0], naming)
+    for name, candidates in naming.after.items():
+        values |= _last(name, candidates, after, scope, naming)
+    for name in required:
+        if not any(key == name or key.startswith(f"{name}_") for key in values):
+            candidates = {**naming.before, **naming.step, **naming.after}[name]
+            raise MissingNameError(_missing(name, candidates, tiles))
+    return values
+
+
+def _missing(name: str, candidates: Sequence[str], tiles: Sequence[Event]) -> str:
+    seen = ", ".join(dict.fromkeys(event.name for event in tiles if event.value is not None))
+    return f"no variable {' or '.join(candidates)} for {name} was assigned a tile: name it with --names {name}=...; seen were {seen or 'none'}"
+
+
+def _loop(tiles: Sequence[Event], anchor: int) -> Event | None:
+    """The turn of the loop that encloses the anchor most closely."""
+    closed = []
+    for event in reversed(tiles[:anchor]):
+        if event.name == END:
+            closed.append((event.function, event.line))
+        if event.name == TURN and (event.function, event.line) not in closed:
+            return event
+    return None
+
+
+def _split(tiles: Sequence[Event], anchor: int) -> tuple[list[Event], list[list[Event]], list[Event]]:
+    """What comes before the loop, its turns, and what comes after."""
+    loop = _loop(tiles, anchor)
+    if loop is None:
+        return list(tiles), [list(tiles)], list(tiles)
+    before: list[Event] = []
+    after: list[Event] = []
+    steps: list[list[Event]] = []
+    inside = False
+    for event in tiles:
+        mark = (event.function, event.line) == (loop.function, loop.line)
+        if mark and event.name == TURN:
+            steps.append([])
+            inside = True
+            after = []
+        elif mark and event.name == END:
+            inside = False
+        elif inside:
+            steps[-1].append(event)
+        elif steps:
+            after.append(event)
+        else:
+            before.append(event)
+    return before, steps, after
+
+
+def _assignments(candidates: Sequence[str], events: Sequence[Event], scope: set[str]) -> list[np.ndarray]:
+    for candidate in candidates:
+        found = [event.value for event in events if event.name == candidate and event.function in scope]
+        if found:
+            return found
+    return []
+
+
+def _last(name: str, candidates: Sequence[str], events: Sequence[Event], scope: set[str], naming: Naming) -> Values:
+    found = _assignments(candidates, events, scope)
+    return {name: _turned(name, found[-1], naming)} if found else {}
+
+
+def _turned(name: str, value: np.ndarray, naming: Naming) -> np.ndarray:
+    return value.T if name in naming.transposed else value
