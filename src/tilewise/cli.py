@@ -3,6 +3,7 @@
 import importlib.util
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -74,6 +75,50 @@ def verify(
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
     if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash.")],
+    block_m: Annotated[int | None, typer.Option(help="Queries a tile; 64 by default.")] = None,
+    block_n: Annotated[int | None, typer.Option(help="Keys a tile; 64 by default.")] = None,
+    kernel_index: Annotated[int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")] = None,
+    seq_blocks: Annotated[int, typer.Option(help="Length of the sequence in tiles of queries.")] = 2,
+    program: Annotated[int, typer.Option(help="Which program of the kernel's grid.")] = 0,
+    warp: Annotated[int | None, typer.Option(help="Only the rows of the query tile that this warp owns.")] = None,
+    warps: Annotated[int, typer.Option(help="Warps that share the query tile.")] = 4,
+    head: Annotated[int, typer.Option(help="Which query head.")] = 0,
+    direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
+    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
+    impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Trace the kernel that this function launches.")] = None,
+    names: Annotated[str, typer.Option(metavar="S=qk,M=m_i,...", help="Which of its variables hold our values.")] = "",
+    against: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Compare with this kernel's values, not with the simulation.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the values are written.")] = Path("debug"),
+) -> None:
+    """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where they part."""
+    from tilewise.trace.command import Request, run_trace
+    from tilewise.verify.implementation import UsageError
+
+    console = _console()
+    try:
+        pairs = [part.strip().partition("=") for part in names.split(",") if part.strip()]
+        if not all(equals and value for _, equals, value in pairs):
+            raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
+        mapping = {name: value for name, _, value in pairs}
+        fill = "range" if by_range else "random"
+        request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, dtype, causal, fill)
+        lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out))
+    except UsageError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    if not agrees:
         raise typer.Exit(1)
 
 

@@ -5,6 +5,8 @@ import numpy as np
 from tilewise.trace.judge import Row
 from tilewise.trace.values import Values
 
+# As near as 16 bits come: a guess is about which formula, not about rounding.
+CLOSE = 2**-7
 # What makes each value, in the words of somebody who looks for the line.
 MAKERS = {
     "Q": "the load of Q: its pointers, strides or mask",
@@ -46,6 +48,11 @@ def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) 
         mask = _mask(ours, theirs)
         if mask:
             return mask
+    if name == "P" and f"S_{step}" in kernel:
+        wrong = (theirs == 0) & (ours > 0)
+        if wrong.any() and _close(np.where(wrong, 0.0, ours), theirs):
+            row, column = (int(i) for i in np.argwhere(wrong)[0])
+            return f"the mask: row {row} sees key {column} of this tile, {int(wrong.sum())} pairs in all"
     if name in ("Q", "K", "V", "dO"):
         shift = _shifted(ours, theirs)
         if shift:
@@ -74,7 +81,7 @@ def _close(a: np.ndarray, b: np.ndarray | None) -> bool:
         return False
     finite = np.isfinite(a) & np.isfinite(b)
     scale = np.abs(b[finite]).max(initial=0.0)
-    return bool(finite.any() and (np.isfinite(a) == np.isfinite(b)).all() and np.abs(a[finite] - b[finite]).max() <= 1e-3 * scale)
+    return bool(finite.any() and (np.isfinite(a) == np.isfinite(b)).all() and np.abs(a[finite] - b[finite]).max() <= CLOSE * scale)
 
 
 def _row_maximum(kernel: Values, simulation: Values, step: int) -> np.ndarray | None:
@@ -110,6 +117,6 @@ def _factor(full: str, ours: np.ndarray, theirs: np.ndarray) -> str:
     if not both.any():
         return ""
     factor = float(np.median(ours[both] / theirs[both]))
-    if abs(factor - 1) > 1e-3 and factor != 0 and _close(ours / factor, theirs):
+    if abs(factor - 1) > 2 * CLOSE and factor != 0 and _close(ours / factor, theirs):
         return f"{full} is {factor:.4g} times what it should be"
     return ""

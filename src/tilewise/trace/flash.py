@@ -1,6 +1,7 @@
 """Flash attention's programs, recorded and simulated."""
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ FORWARD = Naming(
     after={"O_final": ("b_o", "o"), "LSE": ("b_lse", "lse")},
     first={"O": "O_scale"},
 )
+# Our own kernel's first score of a step is the plain product.
+OUR_FORWARD = dataclasses.replace(FORWARD, first={"O": "O_scale", "S": "S_pre_scaling"}, masks_scores=True)
 DQ = Naming(
     anchor="S",
     before={"Q": ("b_q",), "dO": ("b_do",), "LSE2": ("b_lse",), "delta": ("b_delta",)},
@@ -40,16 +43,16 @@ DKDV = Naming(
 )
 # The order in which values depend on each other.
 ORDER = {
-    "forward": ("K", "S", "M", "P", "L", "V", "O_scale", "O"),
+    "forward": ("K", "S_pre_scaling", "S", "M", "P", "L", "V", "O_scale", "O"),
     "dq": ("K", "S", "V", "dP", "P", "dS", "dQ"),
     "dkdv": ("Q", "S", "P", "dO", "dV", "dP", "dS", "dK"),
 }
-HEADS, GROUP, CHANNELS = 2, 2, 64
+HEADS, CHANNELS = 2, 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of a trace: one batch entry, HEADS query heads on one key head, T tokens."""
+    """The inputs of a trace: one batch entry of T tokens, HEADS query heads, on one key head for our own kernels."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -126,11 +129,11 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     if "K_0" in values and not case.causal:
         reverse = _find_rows(values["K_0"], case.k, block_n)[1] > 0
     tiling = Tiling(block_m, block_n, reverse=reverse)
-    tensors = [case.head(case.q, head), case.head(case.k, head // group), case.head(case.v, head // group)]
+    tensors = case.head(case.q, head), case.head(case.k, head // group), case.head(case.v, head // group)
     simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
-    exact = arrays(simulate.forward(*(x.double() for x in tensors), i_m, tiling, case.options))
+    exact = arrays(simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options))
     rows = min(block_m, case.q.shape[1] - i_m)
-    kernel = _crop(_in_our_units(values, simulation, case.options.scale, factor), simulation, rows)
+    kernel = _crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
     steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
     return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps)
@@ -146,15 +149,15 @@ def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str
     raise problem or MissingNameError("no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)")
 
 
-def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float) -> Values:
+def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float, masks: bool) -> Values:
     """Q, S and M as the simulation has them: S unscaled, M in base 2. The units are read off the first tile and hold for all."""
     log2e = simulate.LOG2E
     s_unit = _units(values["S_0"], simulation["S_0"], {"raw": 1.0, "scaled": scale, "base 2": scale * log2e})
     m_unit = _units(values["M_0"], simulation["M_0"], {"base 2": 1.0, "base e": 1 / log2e, "raw": 1 / (scale * log2e)}) if "M_0" in values else 1.0
-    masks = any(np.isneginf(x).any() for name, x in values.items() if name.startswith("S_"))
+    masks = masks or any(np.isneginf(x).any() for name, x in values.items() if name.startswith("S_") and name[2:].isdigit())
     result = {}
     for name, x in values.items():
-        if name.startswith("S_"):
+        if name.startswith("S_") and name[2:].isdigit():
             x = x / s_unit
             if not masks and name in simulation:
                 # A kernel that masks elsewhere: its scores are judged where they count.
@@ -181,7 +184,8 @@ def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program
         gradients = launch.backward(inputs, o, lse, do, None, config, config)
     delta, lse_log2 = zip(*(simulate.prepare(o[0, :, h], do[0, :, h], lse[0, h], None) for h in range(HEADS)), strict=True)
     tiling = Tiling(config.block_m, config.block_n)
-    found = []
+    found: list[Traced] = []
+    arguments: tuple[torch.Tensor, ...]
     for part, naming, kernel_name in (("dkdv", DKDV, "flash_bwd_dkdv_kernel"), ("dq", DQ, "flash_bwd_dq_kernel")):
         values = named_values(recording.of_launch(recording.kernels.index(kernel_name)), naming)
         if part == "dkdv":
@@ -189,22 +193,27 @@ def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program
             heads = [x[0].transpose(0, 1) for x in (case.q, do)]
             k, v = case.head(case.k, 0), case.head(case.v, 0)
             arguments = (heads[0], k, v, heads[1], torch.stack(lse_log2), torch.stack(delta))
-            run, rows, block = simulate.backward_dkdv, case.k.shape[1] - start, config.block_n
+            rows, block = case.k.shape[1] - start, config.block_n
             values |= {"dK_final": _stored(gradients[1], 0, start, block), "dV_final": _stored(gradients[2], 0, start, block)}
             place = f"key head 0, keys {start} to {start + min(rows, block) - 1}"
         else:
             head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
             arguments = (case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0), case.head(do, head), lse_log2[head], delta[head])
-            run, rows, block = simulate.backward_dq, case.q.shape[1] - start, config.block_m
+            rows, block = case.q.shape[1] - start, config.block_m
             values |= {"dQ_final": _stored(gradients[0], head, start, block)}
             place = f"head {head}, rows {start} to {start + min(rows, block) - 1}"
-        simulation = arrays(run(*arguments, start, tiling, case.options))
-        exact = arrays(run(*(x.double() for x in arguments), start, tiling, case.options))
+        run = simulate.backward_dkdv if part == "dkdv" else simulate.backward_dq
+        simulation = _simulated(run, *arguments, start, tiling, case.options)
+        exact = _simulated(run, *(x.double() for x in arguments), start, tiling, case.options)
         kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
         kernel, simulation, exact = (_inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
         steps = sum(name.startswith("S_") for name in simulation)
         found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps))
     return found
+
+
+def _simulated(run: Callable[..., Iterator[Named]], *arguments: Any) -> Values:
+    return arrays(run(*arguments))
 
 
 def _stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:

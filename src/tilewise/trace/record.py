@@ -1,7 +1,7 @@
 """Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and step of a loop; nested helpers included.
 
-The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call behind each assignment, and at the start of each
-turn and the end of each loop; values are only looked at, never changed.
+The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call behind each assignment, and at the start of
+each turn and the end of each loop; values are only looked at, never changed.
 """
 
 import ast
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 class _Recorder(ast.NodeTransformer):
     """Adds a call behind each assignment of a function, in the order of its statements."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self._function = node.name
         node.body = self._block(node.body)
         return node

@@ -1,5 +1,6 @@
 """A kernel's recorded assignments under the simulation's names."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ class Naming:
     first: Mapping[str, str] = field(default_factory=dict)
     # Tiles that the kernel keeps transposed.
     transposed: frozenset[str] = frozenset()
+    # Whether S is known to hold -inf where masked; a kernel may also mask P, or another variable.
+    masks_scores: bool = False
 
     def renamed(self, given: Mapping[str, str]) -> "Naming":
         """With the variables that a user names in place of the candidates."""
@@ -39,7 +42,7 @@ class Naming:
         def replace(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
             return {name: (given[name],) if name in given else candidates for name, candidates in names.items()}
 
-        return Naming(self.anchor, replace(self.step), replace(self.before), replace(self.after), self.first, self.transposed)
+        return dataclasses.replace(self, step=replace(self.step), before=replace(self.before), after=replace(self.after))
 
 
 def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str] = ()) -> Values:
@@ -60,7 +63,8 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
             found = _assignments(candidates, step, scope)
             if found:
                 values[f"{name}_{number}"] = _turned(name, found[-1], naming)
-                if name in naming.first:
+                # A kernel that rescales and adds in one statement has no value between the two.
+                if name in naming.first and len(found) > 1:
                     values[f"{naming.first[name]}_{number}"] = _turned(name, found[0], naming)
     for name, candidates in naming.after.items():
         values |= _last(name, candidates, after, scope, naming)

@@ -1,0 +1,212 @@
+"""`tilewise trace`: runs a kernel and the simulation, writes both out, and says where they first part."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise import interpreter
+from tilewise.ops._host.backend import interpreting
+from tilewise.ops.flash import configs, launch
+from tilewise.ops.flash.reference import flash_attention
+from tilewise.trace import flash
+from tilewise.trace.block import only_rows, warp_rows
+from tilewise.trace.explain import explain
+from tilewise.trace.files import write_traces
+from tilewise.trace.flash import Case, Traced
+from tilewise.trace.judge import first_divergence, judge
+from tilewise.trace.values import MissingNameError, Values
+from tilewise.verify.fill import make_fill
+from tilewise.verify.implementation import UsageError, load_function
+from tilewise.verify.result import Implementation
+from tilewise.verify.run import DTYPES
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    operator: str
+    block_m: int | None = None
+    block_n: int | None = None
+    kernel_index: int | None = None
+    seq_blocks: int = 2
+    program: int = 0
+    warp: int | None = None
+    warps: int = 4
+    head: int = 0
+    direction: str = "forward"
+    dtype: str = "bf16"
+    causal: bool = False
+    fill: str = "random"
+    seed: int = 42
+    impl: str | None = None
+    names: Mapping[str, str] | None = None
+    against: str | None = None
+    out: Path = Path("debug")
+
+
+def all_configs() -> list[configs.Config]:
+    """Every tile configuration of the table, once, in its order; descriptors are a GPU's."""
+    found = [replace_tma(config) for rows in configs.TABLE.values() for row in rows for config in row]
+    return list(dict.fromkeys(found))
+
+
+def replace_tma(config: configs.Config) -> configs.Config:
+    """The same tiles through plain pointers."""
+    return config._replace(tma=False)
+
+
+def run_trace(request: Request) -> tuple[list[str], bool]:
+    """Lines to print, and whether nothing parts. A UsageError says what is wrong with the request."""
+    _check(request)
+    config = _config(request)
+    case = _case(request, config)
+    try:
+        traces = _traces(request, case, config)
+    except MissingNameError as error:
+        raise UsageError(str(error)) from None
+    pairs: dict[str, tuple[Values, Values]] = {}
+    lines: list[str] = []
+    agrees = True
+    for traced in traces:
+        kept = _warped(request, traced)
+        sections = _ends(request, case, traced) if traced.part == "forward" else {}
+        pairs[f"{traced.part}: {kept.place}"] = ({**kept.simulation, **sections}, {**kept.kernel, **sections})
+        found, good = _verdict(kept, float(torch.finfo(DTYPES[request.dtype]).eps))
+        lines += found
+        agrees &= good
+    write_traces(request.out, pairs)
+    return [*lines, f"written: {request.out / 'debug_pt.txt'}, {request.out / 'debug_kernel.txt'}, {request.out / 'trace.npz'}"], agrees
+
+
+def _check(request: Request) -> None:
+    if request.operator != "flash":
+        raise UsageError(f"there is no trace of {request.operator!r}: expected flash")
+    if request.direction not in ("forward", "backward"):
+        raise UsageError(f"there is no direction {request.direction!r}: expected forward or backward")
+    if request.dtype not in DTYPES:
+        raise UsageError(f"there is no dtype {request.dtype!r}: expected one of {', '.join(DTYPES)}")
+    if request.direction == "backward" and (request.impl or request.against):
+        raise UsageError("--impl and --against trace forward kernels: leave out --direction backward")
+    if not interpreting():
+        raise UsageError("values are recorded in Triton's interpreter: set TRITON_INTERPRET=1 to trace on this machine")
+    if request.warp is not None and not 0 <= request.warp < request.warps:
+        raise UsageError(f"there is no warp {request.warp}: expected 0 to {request.warps - 1}")
+    if request.seq_blocks < 1:
+        raise UsageError(f"--seq-blocks {request.seq_blocks}: expected at least 1")
+
+
+def _config(request: Request) -> configs.Config:
+    if request.kernel_index is not None:
+        if request.block_m or request.block_n:
+            raise UsageError("--kernel-index and --block-m, --block-n both choose tiles: give one of them")
+        table = all_configs()
+        if not 0 <= request.kernel_index < len(table):
+            raise UsageError(
+                f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
+            )
+        return table[request.kernel_index]
+    block_m, block_n = request.block_m or 64, request.block_n or 64
+    for name, block in (("--block-m", block_m), ("--block-n", block_n)):
+        # A user's kernel has its own tiles: here block_m makes the length only.
+        if (block < 16 or block & (block - 1)) and not request.impl:
+            raise UsageError(f"{name} {block}: expected a power of two of at least 16")
+    return configs.Config(block_m, block_n, 4, 1)
+
+
+def _case(request: Request, config: configs.Config) -> Case:
+    tokens = request.seq_blocks * config.block_m
+    fill, dtype = make_fill(request.fill, request.seed), DTYPES[request.dtype]
+    q = fill("q", (1, tokens, flash.HEADS, flash.CHANNELS), 1.0).to(dtype)
+    # Ours share a key head between the query heads; a user's kernel need not know how.
+    kv_heads = flash.HEADS if request.impl else 1
+    k, v = (fill(name, (1, tokens, kv_heads, flash.CHANNELS), 1.0).to(dtype) for name in "kv")
+    tiles = -(-tokens // config.block_m)
+    if not 0 <= request.head < flash.HEADS or not 0 <= request.program < tiles * flash.HEADS:
+        raise UsageError(f"there are {flash.HEADS} heads and {tiles * flash.HEADS} programs: expected --head and --program below that")
+    return Case(q, k, v, request.causal)
+
+
+def _traces(request: Request, case: Case, config: configs.Config) -> list[Traced]:
+    tiles = -(-case.q.shape[1] // config.block_m)
+    interpreter.repair()
+    with interpreter.quiet():
+        if request.direction == "backward":
+            do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q.dtype)
+            return flash.trace_backward(case, do, config, request.program)
+        program = request.program + request.head * tiles
+        ours = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
+        if request.impl is None:
+            traced = flash.trace_forward(case, partial(launch.forward, ours, config), program, flash.OUR_FORWARD)
+        else:
+            traced = _trace_function(request, case, request.impl, program)
+        if request.against:
+            other = _trace_function(request, case, request.against, program)
+            traced = replace(traced, simulation=other.kernel, place=f"{traced.place}, against {request.against}")
+        return [traced]
+
+
+def _trace_function(request: Request, case: Case, spec: str, program: int) -> Traced:
+    from tilewise import registry
+
+    function: Callable[..., Any] = load_function(registry.find("flash"), Implementation(spec, "cpu", external=True))
+    names = dict(request.names or {})
+    naming = flash.FORWARD.renamed(names)
+    return flash.trace_forward(case, partial(function, case.q, case.k, case.v, causal=case.causal), program, naming, tuple(names))
+
+
+def _warped(request: Request, traced: Traced) -> Traced:
+    if request.warp is None or traced.part == "dkdv":
+        return traced
+    rows = warp_rows(traced.kernel["Q"].shape[0], request.warps, request.warp)
+    kernel, simulation, exact = (only_rows(values, rows) for values in (traced.kernel, traced.simulation, traced.exact))
+    place = f"{traced.place}, warp {request.warp} of {request.warps}"
+    return replace(traced, place=place, kernel=kernel, simulation=simulation, exact=exact)
+
+
+def _ends(request: Request, case: Case, traced: Traced) -> Values:
+    """O_full, plain attention of these rows in fp64, and O_ref, the reference's in its own precision."""
+    words = traced.place.replace(",", "").split()
+    head, first, last = int(words[1]), int(words[3]), int(words[5])
+    group = case.q.shape[2] // case.k.shape[2]
+    q, k, v = case.head(case.q, head).double(), case.head(case.k, head // group).double(), case.head(case.v, head // group).double()
+    scores = q @ k.T * case.options.scale
+    if case.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    full = torch.softmax(scores, -1) @ v
+    reference = flash_attention(case.q, case.k, case.v, causal=case.causal)[0][0, :, head]
+    values = {"O_full": full[first : last + 1].numpy(), "O_ref": reference[first : last + 1].double().numpy()}
+    return values if request.warp is None else only_rows(values, warp_rows(last + 1 - first, request.warps, request.warp))
+
+
+def _verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
+    rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
+    where = f"{traced.kernel_name}, {traced.place}"
+    row = first_divergence(rows, traced.steps, flash.ORDER[traced.part])
+    if row is None:
+        return [f"✓ {where}: {len(rows)} values in {traced.steps} steps agree"], True
+    name, _, step = row.name.rpartition("_")
+    block = f"block {step}, {name}" if step.isdigit() else row.name
+    beyond = row.difference / row.allowed if row.allowed else float("inf")
+    lines = [
+        f"✗ {where}: the first to part is {block} at {list(row.worst)}",
+        f"    kernel {row.kernel:.7g}, simulation {row.simulation:.7g}: {beyond:.3g} times what rounding allows; {row.bad} of {row.elements} are off",
+    ]
+    agreeing = _agreeing(rows, row.name, traced)
+    if agreeing:
+        lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")
+    return lines + [f"    {sentence}" for sentence in explain(row, traced.kernel, traced.simulation)], False
+
+
+def _agreeing(rows: list[Any], first: str, traced: Traced) -> list[str]:
+    """The values of the same step that agree."""
+    name, _, step = first.rpartition("_")
+    if not step.isdigit():
+        return []
+    order = flash.ORDER[traced.part]
+    by_name = {row.name: row for row in rows}
+    return [f"{other}_{step}" for other in order[: order.index(name)] if f"{other}_{step}" in by_name and by_name[f"{other}_{step}"].agrees]
