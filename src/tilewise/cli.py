@@ -123,6 +123,39 @@ def trace(
 
 
 @app.command()
+def sanity(
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash.")],
+    kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Mismatches by row, head and channel.")] = False,
+    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
+    list_names: Annotated[bool, typer.Option("--list", help="List the configurations and what they take.")] = False,
+) -> None:
+    """Run every tile configuration of an operator against the reference."""
+    from tilewise.sanity.command import Request, list_entries, run_sanity
+    from tilewise.verify.implementation import UsageError
+
+    console = _console()
+    request = Request(operator, kernel, small, diff, "range" if by_range else "random")
+    wrong = count = 0
+    try:
+        if list_names:
+            for line in list_entries(request):
+                console.print(line, markup=False, highlight=False)
+            return
+        for line, right in run_sanity(request):
+            console.print(line, markup=False, highlight=False)
+            count += 1
+            wrong += not right
+    except UsageError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
+    console.print(f"FAIL: {wrong} of {count} configurations are wrong" if wrong else f"PASS: all {count} configurations agree with the reference")
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding."""
     from tilewise.doctor import examine, print_findings

@@ -12,6 +12,7 @@ from tilewise import interpreter
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
+from tilewise.sanity import flash as flash_tiles
 from tilewise.trace import flash
 from tilewise.trace.block import only_rows, warp_rows
 from tilewise.trace.explain import explain
@@ -47,17 +48,6 @@ class Request:
     names: Mapping[str, str] | None = None
     against: str | None = None
     out: Path = Path("debug")
-
-
-def all_configs() -> list[configs.Config]:
-    """Every tile configuration of the table, once, in its order; descriptors are a GPU's."""
-    found = [replace_tma(config) for rows in configs.TABLE.values() for row in rows for config in row]
-    return list(dict.fromkeys(found))
-
-
-def replace_tma(config: configs.Config) -> configs.Config:
-    """The same tiles through plain pointers."""
-    return config._replace(tma=False)
 
 
 def run_trace(request: Request) -> tuple[list[str], bool]:
@@ -104,12 +94,13 @@ def _config(request: Request) -> configs.Config:
     if request.kernel_index is not None:
         if request.block_m or request.block_n:
             raise UsageError("--kernel-index and --block-m, --block-n both choose tiles: give one of them")
-        table = all_configs()
+        table = flash_tiles.entries()
         if not 0 <= request.kernel_index < len(table):
             raise UsageError(
                 f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
             )
-        return table[request.kernel_index]
+        # Descriptors are a GPU's.
+        return table[request.kernel_index].config._replace(tma=False)
     block_m, block_n = request.block_m or 64, request.block_n or 64
     for name, block in (("--block-m", block_m), ("--block-n", block_n)):
         # A user's kernel has its own tiles: here block_m makes the length only.

@@ -1,0 +1,1 @@
+"""Every tile configuration of an operator against its reference."""

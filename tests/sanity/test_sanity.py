@@ -1,0 +1,80 @@
+"""Every tile configuration against the reference; a wrong one is counted and placed."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewise import cli
+from tilewise.ops.flash import configs, launch
+from tilewise.sanity import command, flash
+from tilewise.sanity.command import Request, run_sanity
+
+ENTRIES = flash.entries()
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli.app, ["sanity", "flash", *words])
+
+
+def narrow(number):
+    """Whether interpretation takes seconds at most."""
+    return ENTRIES[number].channels <= 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(i, id=entry.short, marks=() if narrow(i) or torch.cuda.is_available() else pytest.mark.slow) for i, entry in enumerate(ENTRIES)],
+)
+def test_every_configuration_agrees(number):
+    (line, right), *_ = run_sanity(Request("flash", kernel=number))
+    assert right, line
+
+
+def test_the_table_is_whole():
+    assert {entry.config for entry in ENTRIES} >= {config for rows in configs.TABLE.values() for row in rows for config in row}
+    assert {entry.config for entry in ENTRIES} >= {config for row in configs.SHORT.values() for config in row.values()}
+    assert len({entry.short for entry in ENTRIES}) == len(ENTRIES)
+    for entry in ENTRIES:
+        assert entry.fits()
+        assert all(entry.shared_memory <= configs.SHARED_MEMORY[family] for family in entry.fits() if "tma" not in entry.short)
+
+
+def test_list_and_one_configuration():
+    listed = invoke("--list")
+    assert listed.exit_code == 0
+    assert len(listed.output.splitlines()) == len(ENTRIES)
+    assert "MFLOP" in listed.output
+    outcome = invoke("--kernel", "3", "--small", "-r")
+    assert outcome.exit_code == 0
+    assert outcome.output.splitlines()[-1] == "PASS: all 1 configurations agree with the reference"
+
+
+def test_wrong_usage():
+    assert invoke("--kernel", "999").exit_code == 2
+    assert CliRunner().invoke(cli.app, ["sanity", "flush"]).exit_code == 2
+
+
+def test_a_wrong_configuration_fails_and_is_placed(monkeypatch):
+    right = launch.forward
+
+    def wrong(inputs, config=None, taps=None):
+        o, lse = right(inputs, config, taps)
+        o[0, 5, 1, 3] += 1.0
+        return o, lse
+
+    monkeypatch.setattr(launch, "forward", wrong)
+    outcome = invoke("--kernel", "1", "--small", "--diff")
+    assert outcome.exit_code == 1
+    assert "o: 1 of 16384 mismatched" in outcome.output
+    assert "o mismatches by row: 5: 1" in outcome.output
+    assert "o mismatches by channel: 3: 1" in outcome.output
+    assert "FAIL: 1 of 1 configurations are wrong" in outcome.output
+
+
+def test_fp32_is_held_to_plain_tolerances():
+    truth = torch.ones(4, dtype=torch.float64)
+    outcome = flash.Outcome("o", torch.tensor([1.0, 1.002, 1.0005, torch.nan]), truth, truth.float())
+    bad, largest = command._mismatches(outcome)
+    assert bad.tolist() == [False, True, False, True]
+    assert largest == torch.inf
