@@ -45,11 +45,11 @@ class Entry(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take: those that stay, and those in flight for each stage."""
+        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages holds n - 1 ahead)."""
         block_d, block_dv = tile_widths(self.channels, self.channels, self.element_size)
         stay, stream = (self.config.block_n, self.config.block_m) if self.kernel == "dkdv" else (self.config.block_m, self.config.block_n)
         kept = stay * (block_d if self.kernel == "fwd" else block_d + block_dv)
-        return (kept + self.config.num_stages * stream * (block_d + block_dv)) * self.element_size
+        return (kept + max(1, self.config.num_stages - 1) * stream * (block_d + block_dv)) * self.element_size
 
     def fits(self) -> list[str]:
         """Families of GPUs that it is chosen for."""
