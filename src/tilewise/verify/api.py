@@ -7,7 +7,7 @@ from tilewise import interpreter, registry
 from tilewise.registry import Operator
 from tilewise.verify.implementation import UsageError, check_signature
 from tilewise.verify.plan import DTYPES, implementations, plan
-from tilewise.verify.result import SEED, Check, MutantResult, Report, Result, Settings
+from tilewise.verify.result import INTERNAL, SEED, Check, MutantResult, Report, Result, Settings
 from tilewise.verify.search import find_failure
 from tilewise.verify.suite import GROWTH, Suite
 from tilewise.verify.worker import Job, one_process, run_jobs
@@ -72,7 +72,8 @@ def search_failures(operator: Operator, impl: str | None, count: int, dtypes: Se
     """For each implementation the smallest failure among `count` drawn cases, where there is one."""
     failures = []
     for implementation in implementations(operator, impl):
-        with one_process() as run:
+        suite: Suite = operator.load("suite")
+        with one_process([case.name for case in suite.cases] if implementation.external else ()) as run:
             found = find_failure(operator, implementation, count, dtypes, settings, run)
         failures += [found] if found else []
     return failures
@@ -82,8 +83,8 @@ def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], set
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
     kernels = next((i for i in implementations(operator) if i.name == "triton"), None)
-    if kernels is None:
-        raise UsageError("planted bugs live in kernels, and none runs here: see tilewise doctor")
+    if kernels is None or not suite.mutants:
+        raise UsageError(f"no bugs can be planted in {operator.name}: they live in kernels, and none of its runs here (see tilewise doctor)")
     names = list(configs) or [case.name for case in suite.standard(kernels.device, kernels.interpreted)]
     # One dtype after the other: most bugs show in any.
     order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
@@ -91,6 +92,8 @@ def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], set
     jobs = [Job(checks, mutant.name, until_failure=True) for mutant in suite.mutants]
     for mutant, results in zip(suite.mutants, run_jobs(jobs), strict=True):
         last = results[-1]
+        if INTERNAL in last.statuses:
+            raise RuntimeError(f"verify itself failed on the planted bug {mutant.name}: {last.findings[0].message}")
         caught = "" if last.passed else f"{last.check.case} {last.check.dtype}"
         yield MutantResult(operator.name, mutant.name, mutant.about, caught, ", ".join(last.statuses))
 

@@ -44,8 +44,12 @@ def run_request(request: Request, console: Console) -> bool:
     """Run it; returns whether all passed. A UsageError says what is wrong with the request."""
     operators = _operators(request)
     for path in (request.json, request.html):
-        if path and not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}")
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}")
+    if request.mutants:
+        for operator in operators:
+            if not _suite(operator).mutants:
+                raise UsageError(f"--mutants: no bugs can be planted in {operator.name}, which has no kernels here yet")
     plans = [(operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings)) for operator in operators]
     report = Report()
     with _progress(console) as progress:

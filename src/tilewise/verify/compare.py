@@ -37,7 +37,10 @@ class Failure:
     diagnosis: tuple[str, ...] = ()
     actual_range: tuple[float, float] = (math.nan, math.nan)
     expected_range: tuple[float, float] = (math.nan, math.nan)
+    # Elements beyond rtol and atol.
     exceeding: int = 0
+    rtol: float = RTOL
+    atol: float = ATOL
     elements: int = 0
     worst: tuple[int, ...] = ()
     worst_actual: float = math.nan
@@ -150,6 +153,7 @@ def compare_tensors(
     a: torch.Tensor, b: torch.Tensor, name: str = "tensor", rtol: float = RTOL, atol: float = ATOL, verbose: bool = True
 ) -> Comparison:
     """Compare `a` with `b`, taken for the truth, as torch.allclose does, with statistics and a diagnosis; `verbose` prints them."""
+    a = a if a.is_floating_point() else a.double()
     comparison = compare(name, a, b.double(), a.dtype, Limits(rtol=rtol, atol=atol), "?" * b.ndim)
     if verbose:
         from tilewise.verify.text import comparison_lines
@@ -188,7 +192,8 @@ def _failure(
     actual, truth = actual.detach().double().cpu(), truth.cpu()
     # An infinity that stands where it should differs by nothing.
     diff = torch.where(actual == truth, 0.0, (actual - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = limits.largest if limits.rtol is None else atol + rtol * truth[truth.isfinite()].abs().max().item()
+    largest = limits.largest if limits.rtol is None else atol + rtol * max(map(abs, _range(truth)), default=0.0)
+    largest = largest if math.isfinite(largest) else atol
     # Where the mean square alone is too large, what exceeds that is what is diagnosed.
     largest = min(largest, max(limits.rms, _rms(diff) / 2)) if diff.max().item() <= largest else largest
     worst = tuple(int(i) for i in torch.unravel_index(diff.argmax(), diff.shape)) if diff.numel() else ()
@@ -199,6 +204,8 @@ def _failure(
         _range(actual),
         _range(truth),
         int((diff > atol + rtol * truth.abs()).sum()),
+        rtol,
+        atol,
         diff.numel(),
         worst,
         actual[worst].item(),

@@ -15,6 +15,10 @@ class WrongReturnError(Exception):
     """The function returned something that is not the operator's outputs."""
 
 
+class ModifiedError(Exception):
+    """The function changed a gradient that it was given."""
+
+
 def evaluate(
     problem: Problem, function: Callable[..., Any], inputs: Tensors, dtype: torch.dtype, incoming: Incoming | None, **further: Any
 ) -> dict[str, torch.Tensor | None]:
@@ -23,8 +27,9 @@ def evaluate(
     Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`: all runs see the same.
     """
     leaves = {name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()}
-    outputs = _named(problem, function(**leaves, **problem.options(), **further))
-    results: dict[str, torch.Tensor | None] = {name: x.detach() for name, x in outputs.items()}
+    outputs = _named(problem, function(**leaves, **problem.options(), **further), next(iter(inputs.values())).device)
+    # Clones: an implementation may hand out the same memory again.
+    results: dict[str, torch.Tensor | None] = {name: x.detach().clone() for name, x in outputs.items()}
     if incoming is None:
         return results
     wanted = [name for name, x in leaves.items() if x.requires_grad]
@@ -32,14 +37,30 @@ def evaluate(
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
     if heads:
         arriving = [incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype) for name, x in heads.items()]
-        arriving = [gradient.to(x.device, x.dtype) for gradient, x in zip(arriving, heads.values(), strict=True)]
+        # Where inputs have strides of their own, so have the gradients that arrive.
+        strided = not all(x.is_contiguous() for x in inputs.values())
+        arriving = [_laid_out(gradient.to(x.device, x.dtype), strided) for gradient, x in zip(arriving, heads.values(), strict=True)]
+        before = [gradient.clone() for gradient in arriving]
         gradients = torch.autograd.grad(list(heads.values()), [leaves[name] for name in wanted], arriving, allow_unused=True)
+        for name, gradient, copy in zip(heads, arriving, before, strict=True):
+            if not torch.equal(gradient, copy):
+                raise ModifiedError(f"the incoming gradient of {name} is not what it was before the backward")
     return results | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
 
-def _named(problem: Problem, returned: Any) -> Tensors:
+def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:
+    """As it is, or with the axes before the last in another order in memory."""
+    if not strided or gradient.ndim < 3:
+        return gradient
+    return gradient.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+
+def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
     values = returned if isinstance(returned, tuple | list) else (returned,)
     if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)
         raise WrongReturnError(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")
+    for name, x in zip(problem.outputs, values, strict=True):
+        if x.device != device or x.layout != torch.strided:
+            raise WrongReturnError(f"{name} is a {x.layout} tensor on {x.device}: expected an ordinary one on {device}")
     return dict(zip(problem.outputs, values, strict=True))

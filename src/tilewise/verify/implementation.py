@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,10 +26,12 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
     place, colon, name = implementation.name.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"--impl {implementation.name}: expected FILE.py:FUNCTION or package.module:function")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UsageError(f"--impl {implementation.name}: there is no file {place}")
+    # A console script does not see the folder it is run in.
+    sys.path.append(os.getcwd())
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise UsageError(f"--impl {implementation.name}: there is no file {place}") from error
     except Exception as error:
         raise UsageError(f"--impl {implementation.name}: {place} does not import: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -74,12 +77,14 @@ def _no_values(_name: str, shape: tuple[int, ...], _size: float) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(path)
+    # A name of its own: a file may be called as a module of Python's is.
+    name = f"implementation_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # Its neighbours can be imported, as when it is run itself; and Triton finds its kernels' module by name.
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
+    sys.path.append(str(path.parent.resolve()))
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

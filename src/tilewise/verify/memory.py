@@ -6,8 +6,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Twice the tokens may take twice the memory, and a little more; four times as much is a matrix of T² elements.
-MOST_GROWTH = 3.0
+# A matrix of T² elements has at least a byte for each; half of that is no rounding of an allocator.
+SQUARE_BYTES = 0.5
+
+
+def grows_as_square(peaks: list[int], tokens: int) -> bool:
+    """Whether peaks at T, 2T and 4T tokens hold a part that grows as T²: their second difference is that part's alone."""
+    one, two, four = peaks
+    square = ((four - two) - 2 * (two - one)) / 6
+    return square > SQUARE_BYTES * tokens**2
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:

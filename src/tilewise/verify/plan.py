@@ -25,17 +25,25 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
     found = [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())] if interpreting() or gpu else []
     found.append(Implementation("cpu", "cpu"))
     wanted = os.environ.get("TILEWISE_BACKEND")
-    return [implementation for implementation in found if wanted in (None, "", implementation.name)]
+    chosen = [implementation for implementation in found if wanted in (None, "", implementation.name)]
+    if not chosen:
+        raise UsageError(f"TILEWISE_BACKEND is {wanted!r}: expected one that runs here, {' or '.join(i.name for i in found)}")
+    return chosen
 
 
 def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:
     """The standard checks of an operator, or those of the cases in `configs`."""
     suite: Suite = operator.load("suite")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if not dtypes:
+        raise UsageError(f"no dtype was given: expected some of {','.join(DTYPES)}")
+    for name, tolerance in (("rtol", settings.rtol), ("atol", settings.atol)):
+        if tolerance is not None and not 0 <= tolerance < float("inf"):
+            raise UsageError(f"{name} is {tolerance}: expected a number from 0 on")
     if unknown:
         raise UsageError(f"there is no dtype {unknown[0]!r}: expected some of {','.join(DTYPES)}")
     try:
-        chosen = [suite.find(config).name for config in configs]
+        chosen = [config if config == GROWTH else suite.find(config).name for config in configs]
     except ValueError as error:
         raise UsageError(f"{operator.name}: {error}") from None
     checks = []

@@ -58,7 +58,10 @@ class Problem:
         """The same with twice the tokens, for measuring how memory grows."""
         raise NotImplementedError
 
-    def floor(self, _name: str, _truth: Tensors) -> float:
+    def check(self) -> None:
+        """A ValueError where the parameters do not go together."""
+
+    def floor(self, _name: str, _truth: Tensors, _inputs: Tensors) -> float:
         """A relative error that the contract itself costs a result, whatever the implementation."""
         return 0.0
 
@@ -140,7 +143,7 @@ def cut(x: torch.Tensor, start: int) -> torch.Tensor:
 def place(x: torch.Tensor, dtype: torch.dtype, device: torch.device, around: float) -> torch.Tensor:
     """x's values in `dtype` on `device`, strides and alignment kept, in memory that holds `around` everywhere else."""
     if not x.is_floating_point():
-        return x.to(device)
+        return x.to(device).clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     offset = GUARD + x.storage_offset()
     memory = torch.full((offset + span + GUARD,), around, dtype=dtype, device=device)

@@ -10,6 +10,8 @@ SEED = 42
 FAILURE, WARNING = "failure", "warning"
 # Besides a tensor's own (compare.py), what can be found.
 ERROR, CRASH, HANG = "error", "crash", "hang"
+# Verify's own failure, which is nobody's bug but ours.
+INTERNAL = "verify itself failed"
 UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
 UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
 PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = "reads padding", "fails on strided inputs", "memory grows as T²", "no gradient", "wrong choice"

@@ -11,9 +11,10 @@ import torch
 from tilewise.registry import Operator
 from tilewise.verify.batch import reverse, sequences
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
-from tilewise.verify.evaluate import Incoming, WrongReturnError, evaluate
+from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate
 from tilewise.verify.fill import make_fill
-from tilewise.verify.memory import MOST_GROWTH, peak_memory
+from tilewise.verify.memory import grows_as_square, peak_memory
+from tilewise.verify.pinned import pinned
 from tilewise.verify.problem import Problem, Tensors, place
 from tilewise.verify.result import (
     BATCH_ORDER,
@@ -62,23 +63,25 @@ class Runner:
         if check.case == GROWTH:
             return Result(check, findings=self._growth(check), seconds=time.perf_counter() - started)
         problem = self._suite.find(check.case).problem
-        single = _Single(self._reference, self._function, problem, check)
+        with pinned():
+            single = _Single(self._reference, self._function, problem, check)
         comparisons, findings = single.judge()
         return Result(check, comparisons, findings, time.perf_counter() - started)
 
     def _growth(self, check: Check) -> tuple[Finding, ...]:
         problem = self._suite.growth
         peaks = []
-        for sized in (problem, problem.twice_as_long()):
-            single = _Single(self._reference, self._function, sized, check)
-            inputs = single.inputs(torch.nan, contiguous=True)
+        for sized in (problem, problem.twice_as_long(), problem.twice_as_long().twice_as_long()):
+            with pinned():
+                single = _Single(self._reference, self._function, sized, check)
+                inputs = single.inputs(torch.nan, contiguous=True)
             try:
                 peaks.append(peak_memory(partial(evaluate, sized, single.function, inputs, single.dtype, single.incoming), single.device))
             except Exception as error:
                 return (_error(error),)
-        if peaks[1] <= MOST_GROWTH * peaks[0]:
+        if not grows_as_square(peaks, max(problem.tokens())):
             return ()
-        message = f"{peaks[0] / 1024:.0f} KB at {problem}, {peaks[1] / 1024:.0f} KB for twice the tokens"
+        message = f"{', '.join(f'{peak / 1024:.0f}' for peak in peaks)} KB at {problem}, twice and four times the tokens"
         return (Finding(MEMORY, message, WARNING if check.implementation.external else FAILURE),)
 
 
@@ -92,10 +95,12 @@ class _Single:
         self._values = problem.tensors(make_fill(check.settings.fill, check.settings.seed))
         self.incoming: Incoming | None = self._incoming if check.settings.gradients else None
 
+    @pinned()
     def _incoming(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         seed = self.check.settings.seed + 1 + self.problem.outputs.index(name)
         return make_fill(self.check.settings.fill, seed)(f"d{name}", shape, 1.0)
 
+    @pinned()
     def inputs(self, around: float, contiguous: bool = False) -> Tensors:
         """The inputs as the function gets them, in memory that holds `around` where they do not lie."""
         return {name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around) for name, x in self._values.items()}
@@ -106,7 +111,8 @@ class _Single:
         attempt = self._attempt(inputs, self.incoming)
         comparisons, findings = self._compare(attempt)
         if findings or not all(c.passed for c in comparisons):
-            return comparisons, (*findings, *self._causes(comparisons))
+            # After an error in a kernel a GPU answers no more: this process is at its end, and its worker is replaced.
+            return comparisons, (*findings, *(self._causes(comparisons) if self.device.type == "cpu" or gpu_answers() else ()))
         return comparisons, (*findings, *self._repeats(attempt), *self._reversed(attempt, inputs, {c.name: c.allowed for c in comparisons}))
 
     def _attempt(self, inputs: Tensors, incoming: Incoming | None, fresh: float = torch.nan) -> Attempt:
@@ -116,6 +122,8 @@ class _Single:
                 results = evaluate(self.problem, self.function, inputs, self.dtype, incoming)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
+            except ModifiedError as error:
+                return Attempt({}, (Finding(MODIFIED, str(error)),))
             except Exception as error:
                 return Attempt({}, (_error(error),))
         findings = []
@@ -128,6 +136,7 @@ class _Single:
         overrun = watch.overrun()
         return Attempt(results, (*findings, *((Finding(OVERRUN, overrun),) if overrun else ())))
 
+    @pinned()
     def _compare(self, attempt: Attempt) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
         """Verdicts, and the attempt's findings with those on gradients that never arrive and on choices."""
         if not attempt.results:
@@ -166,7 +175,7 @@ class _Single:
         if tolerances:
             limits = Limits(rtol=tolerances[0], atol=tolerances[1])
         else:
-            limits = limits_from_eager(truth[name], eager, gradient=gradient, floor=self.problem.floor(name, truth), further=further)
+            limits = limits_from_eager(truth[name], eager, gradient=gradient, floor=self.problem.floor(name, truth, self._values), further=further)
         return compare(name, actual, truth[name], eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others)
 
     def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
@@ -263,6 +272,16 @@ class _Single:
         return [Finding(BATCH_ORDER, differing, WARNING if rounding else FAILURE)] if differing else []
 
 
+def gpu_answers() -> bool:
+    """Whether the GPU still runs anything; true where there is none."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
 def _error(error: Exception) -> Finding:
     if isinstance(error, WrongReturnError):
         return Finding(ERROR, str(error))
@@ -287,7 +306,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bool:
     """Whether the results differ by no more than rounding may."""
     pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
-    return all(x is None or y is None or bool(((x == y) | ((x.double() - y.double()).abs() <= limit)).all()) for x, y, limit in pairs)
+    return all(
+        x is None or y is None or (x.shape == y.shape and bool(((x == y) | ((x.double() - y.double()).abs() <= limit)).all()))
+        for x, y, limit in pairs
+    )
 
 
 def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -> str:
@@ -298,6 +320,9 @@ def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -
     for name, x in first.results.items():
         y = second.results[name]
         if x is None or y is None or _same_bits(x, y) or name in (skip or []):
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            sentences.append(f"{name} is {y.dtype} {list(y.shape)} where it was {x.dtype} {list(x.shape)}")
             continue
         sentences.append(f"{name} in {int((x != y).sum())} of {x.numel()} elements, by up to {(x.double() - y.double()).abs().max().item():.2e}")
     return "; ".join(sentences)

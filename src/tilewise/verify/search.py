@@ -1,6 +1,8 @@
 """Further cases, drawn by hypothesis; a failure is shrunk to the smallest problem that still shows it."""
 
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tilewise.registry import Operator
@@ -52,8 +54,11 @@ def find_failure(
             smallest = result
             raise _FailedError
 
+    # What hypothesis keeps beside its examples is not left where the user works.
+    hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "tilewise-hypothesis")
     try:
         trial()
-    except _FailedError:
+    except (_FailedError, hypothesis.errors.Flaky):
+        # Flaky: a second run of the same case passed. That it failed once is a finding all the same.
         return smallest
     return None

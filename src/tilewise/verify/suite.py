@@ -68,7 +68,9 @@ class Suite:
             if case.name == text:
                 return case
         if "=" in text:
-            return Case(text, "", self.problem.parse(text))
+            problem = self.problem.parse(text)
+            problem.check()
+            return Case(text, "", problem)
         raise ValueError(f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem such as T=65,D=16")
 
     def standard(self, device: str, interpreted: bool) -> tuple[Case, ...]:

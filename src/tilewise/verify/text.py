@@ -1,6 +1,6 @@
 """Results as lines of text."""
 
-from tilewise.verify.compare import ATOL, RTOL, Comparison
+from tilewise.verify.compare import Comparison
 from tilewise.verify.pattern import patterns
 from tilewise.verify.result import FAILURE, MutantResult, Report, Result
 
@@ -35,7 +35,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         share = 100 * failure.exceeding / failure.elements
         low, high = failure.expected_range
         details += [
-            f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {RTOL:g} and atol {ATOL:g}",
+            f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g} and atol {failure.atol:g}",
             f"from {failure.actual_range[0]:.4g} to {failure.actual_range[1]:.4g}, expected {low:.4g} to {high:.4g}",
         ]
     return lines + [f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]]

@@ -39,6 +39,9 @@ class Watch:
     def overrun(self) -> str:
         """What was written beyond the ends of an allocation; empty where nothing was."""
         for memory, span, shape in self._allocations:
+            if memory.untyped_storage().nbytes() != memory.numel() * memory.element_size():
+                # Resized, by `out=` for one: its guards are gone with the memory that it had.
+                continue
             bits = memory.view(torch.uint8).reshape(-1, memory.element_size())
             untouched = _pattern(memory, self._fill)[:1].view(torch.uint8)
             changed = (bits != untouched).any(-1)
@@ -72,6 +75,8 @@ class Watch:
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether x is an ordinary tensor with memory of its own: not one that torch.compile or a fake mode traces with."""
     if type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active() or x.numel() == 0:
         return False
     return x.layout == torch.strided and x.device.type in ("cpu", "cuda") and not x.is_complex() and x.dtype != torch.bool
 

@@ -4,20 +4,26 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tilewise import interpreter, registry
+from tilewise.verify import suite
 from tilewise.verify.implementation import UsageError, check_signature, load_function
-from tilewise.verify.result import CRASH, HANG, Check, Finding, Implementation, Result
-from tilewise.verify.suite import GROWTH, TIME_LIMIT, Suite
+from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
+from tilewise.verify.suite import GROWTH, Suite
 
 START_LIMIT = 120.0
+# Each of them imports torch.
+MOST_WORKERS = 8
+_starting = threading.Lock()
 
 
 class Job(NamedTuple):
@@ -39,12 +45,12 @@ class _Setup(NamedTuple):
     cases: tuple[str, ...]
 
 
-def run_jobs(jobs: Sequence[Job], workers: int = 0) -> Iterator[list[Result]]:
+def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     """Each job's results, in order. A UsageError tells that the implementation cannot be loaded or called."""
     on_gpu = any(job.checks[0].implementation.device == "cuda" for job in jobs if job.checks)
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # One process has a GPU for itself, so that memory is there and a crash takes nobody else along.
-    workers = workers or (1 if on_gpu else cores)
+    workers = 1 if on_gpu else min(cores, MOST_WORKERS)
     slots = _Slots(max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH})
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
@@ -55,9 +61,9 @@ def run_jobs(jobs: Sequence[Job], workers: int = 0) -> Iterator[list[Result]]:
 
 
 @contextlib.contextmanager
-def one_process() -> Iterator[Callable[[Check], Result]]:
-    """Checks as they come, one after the other in one process, which is kept."""
-    slots = _Slots(1, ())
+def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]]:
+    """Checks as they come, one after the other in one process, which is kept; an external function must be able to take `cases`."""
+    slots = _Slots(1, cases)
     try:
         yield lambda check: slots.run(Job((check,)))[0]
     finally:
@@ -101,6 +107,10 @@ class _Slots:
                 current.stop()
             self._own.process = current = _Process(setup)
             self._all.append(current)
+            # Closed in the meantime: nobody else would stop it.
+            if self._closed:
+                current.stop()
+            current.wait_until_ready()
         return current
 
 
@@ -114,16 +124,21 @@ class _Process:
             context.set_forkserver_preload(["torch", "triton"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
-        self._process.start()
+        with _starting, _no_main():
+            self._process.start()
         theirs.close()
-        if not self._connection.poll(START_LIMIT):
-            self.stop()
-            raise UsageError(f"{setup.implementation} did not import within {START_LIMIT:.0f} seconds")
+
+    def wait_until_ready(self) -> None:
+        """Returns when the implementation is loaded; a UsageError says why it cannot be."""
+        implementation = self.setup.implementation
         try:
+            if not self._connection.poll(START_LIMIT):
+                self.stop()
+                raise UsageError(f"{implementation} did not import within {START_LIMIT:.0f} seconds")
             problem = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
-            raise UsageError(f"importing {setup.implementation} ended the process: {_how_it_ended(self._process.exitcode)}") from None
+            raise UsageError(f"importing {implementation} ended the process: {_how_it_ended(self._process.exitcode)}") from None
         if problem:
             self.stop()
             raise UsageError(problem)
@@ -133,15 +148,15 @@ class _Process:
         return bool(self._process.is_alive())
 
     def run(self, check: Check) -> Result:
-        limit = TIME_LIMIT if check.case == GROWTH else _suite(check.operator).find(check.case).time_limit
+        # Read when it is needed, for a test shortens it.
+        limit = suite.TIME_LIMIT if check.case == GROWTH else _suite(check.operator).find(check.case).time_limit
+        limit *= check.settings.repeat or 1
         started = time.perf_counter()
         try:
             self._connection.send(check)
             if self._connection.poll(limit):
                 answer = self._connection.recv()
-                if isinstance(answer, Result):
-                    return answer
-                raise RuntimeError(f"verify itself failed on {check.command()}:\n{answer}")
+                return answer if isinstance(answer, Result) else Result(check, findings=(Finding(INTERNAL, answer),))
             finding = Finding(HANG, f"no result within {limit:.0f} seconds")
         except (EOFError, ConnectionError):
             self._process.join()
@@ -153,6 +168,17 @@ class _Process:
         self._process.kill()
         self._process.join()
         self._connection.close()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """A child imports its parent's main module again, and a script without a guard would run itself: here it finds none."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _suite(operator: str) -> Suite:
@@ -170,11 +196,11 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     # What an implementation prints is not part of the report.
     os.dup2(2, 1)
     operator = registry.find(setup.operator)
-    suite: Suite = operator.load("suite")
+    declared: Suite = operator.load("suite")
     if setup.mutant:
         from tilewise.verify.planting import plant
 
-        plant(next(mutant for mutant in suite.mutants if mutant.name == setup.mutant))
+        plant(next(mutant for mutant in declared.mutants if mutant.name == setup.mutant))
     import torch
 
     torch.set_num_threads(setup.threads)
@@ -182,11 +208,11 @@ def _serve(connection: Connection, setup: _Setup) -> None:
         interpreter.repair()
     try:
         function = load_function(operator, setup.implementation)
-        check_signature(function, setup.implementation.name, [suite.find(name) for name in setup.cases])
+        check_signature(function, setup.implementation.name, [declared.find(name) for name in setup.cases])
     except UsageError as error:
         connection.send(str(error))
         return
-    from tilewise.verify.run import Runner
+    from tilewise.verify.run import Runner, gpu_answers
 
     connection.send("")
     runner = Runner(operator, function)
@@ -195,6 +221,8 @@ def _serve(connection: Connection, setup: _Setup) -> None:
             check = connection.recv()
             try:
                 connection.send(runner.run(check))
+                if not gpu_answers():
+                    return
             except Exception:
                 # What an implementation raises is a finding already: this is verify's own failure, and must not pass for a crash of the other.
                 connection.send(traceback.format_exc())

@@ -105,7 +105,7 @@ class Bsa(Problem):
         """Twice the tokens."""
         return dataclasses.replace(self, T=2 * self.T, lengths=tuple(2 * length for length in self.lengths))
 
-    def floor(self, name: str, _truth: Tensors) -> float:
+    def floor(self, name: str, _truth: Tensors, _inputs: Tensors) -> float:
         """What fp32 itself costs gradients.
 
         A gate's is a sum over channels of which layer norm leaves the smaller part: roundings of what cancels show in the rest. Those of q and k hold

@@ -47,8 +47,6 @@ class Flash(Problem):
             k = fill("k", (sum(lengths_k), kv_heads, self.D), 1.0)
             v = fill("v", (sum(lengths_k), kv_heads, values), 1.0)
             return {"q": q, "k": k, "v": v, "cu_seqlens_q": cumulative(self.lengths), "cu_seqlens_k": cumulative(lengths_k)}
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
         mixed = self.layout.startswith("mixed")
         q = fill("q", (self.B, self.T, self.H, self.D), self.size)
         k = fill("k", (1 if mixed else self.B, keys, kv_heads, self.D), 1.0)
@@ -90,10 +88,34 @@ class Flash(Problem):
         """Twice the queries and keys."""
         return dataclasses.replace(self, T=2 * self.T)
 
-    def floor(self, name: str, truth: Tensors) -> float:
-        """Gradients start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay."""
-        lse = truth["lse"][truth["lse"].isfinite()]
-        return torch.finfo(torch.float32).eps * lse.abs().max().item() if name not in self.outputs and lse.numel() else 0.0
+    def check(self) -> None:
+        """Sizes that an attention can have."""
+        sizes = (self.B, self.T, self.Tk or 0, *self.lengths, *self.lengths_k)
+        if min(sizes) < 0 or self.H < 1 or not 1 <= self.D <= 256 or not 1 <= (self.Dv or self.D) <= 256:
+            raise ValueError("sizes must not be negative, heads at least 1, channels from 1 to 256")
+        if self.H % (self.Hk or self.H):
+            raise ValueError(f"H={self.H} is not a multiple of Hk={self.Hk}")
+        if len(self.window) not in (0, 2) or min(self.window, default=0) < -1:
+            raise ValueError(f"window={'/'.join(map(str, self.window))}: expected two limits, such as 19/0, -1 for none")
+        if self.lengths_k and len(self.lengths_k) != len(self.lengths):
+            raise ValueError("lengths and lengths_k must name the same number of sequences")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
+
+    def floor(self, name: str, truth: Tensors, inputs: Tensors) -> float:
+        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that into a relative error.
+
+        Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay.
+        """
+        eps = torch.finfo(torch.float32).eps
+        scale = self.D**-0.5 if self.scale is None else abs(self.scale)
+        rows = [x.norm(dim=-1).max().item() if x.numel() else 0.0 for x in (inputs["q"], inputs["k"])]
+        score = eps * scale * rows[0] * rows[1]
+        lse = truth["lse"][truth["lse"].isfinite()].abs()
+        largest = lse.max().item() if lse.numel() else 0.0
+        if name == "lse":
+            return score / largest if largest else 0.0
+        return score if name in self.outputs else score + eps * largest
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
         """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does, with the other sign.
