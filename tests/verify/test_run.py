@@ -189,3 +189,113 @@ def test_tolerances_take_the_place_of_eager_torch():
 
 def test_range_inputs_pass_in_every_dtype():
     assert verify("flash", right, configs=["small", "window", "packed", "gqa-3"], fill="range").passed
+
+
+@pytest.fixture
+def torch_as_it_was():
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_the_truth_does_not_follow_global_settings():
+    torch.set_grad_enabled(False)
+    detached = judged(lambda q, k, v, **options: tuple(x.detach() for x in right(q, k, v, **options)), "T=9")
+    assert NO_GRADIENT in detached.statuses
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    result = judged(right, "T=9", dtype="fp32", gradients=False)
+    assert result.passed, result
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not judged(lambda q, k, v, **options: tuple(x.bfloat16().float() for x in right(q, k, v, **options)), "T=9", dtype="fp32").passed
+
+
+def test_one_square_matrix_is_enough_to_be_found():
+    class Frugal(torch.autograd.Function):
+        """Linear but for one matrix of T² bytes."""
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            torch.ones(q.shape[1], k.shape[1], dtype=torch.uint8)
+            ctx.save_for_backward(q, k, v)
+            return q + k + v, q[..., 0].transpose(1, 2).float().contiguous()
+
+        @staticmethod
+        def backward(ctx, do, dlse):
+            return do, do, do
+
+    def frugal(q, k, v, **options):
+        return Frugal.apply(q, k, v)
+
+    assert [finding.status for finding in judged(frugal, GROWTH).findings] == [MEMORY]
+    assert not judged(lambda q, k, v, **options: (q + k + v, q[..., 0].transpose(1, 2).float()), GROWTH).findings
+
+
+def test_the_same_memory_handed_out_twice_hides_nothing():
+    kept = {}
+
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        buffer = kept.setdefault("o", torch.zeros_like(o))
+        buffer.copy_(o * (1 + 2**-22 * len(kept)))
+        kept[len(kept)] = None
+        return buffer, lse
+
+    assert judged(wrong, "T=9", dtype="fp32", gradients=False).statuses == (UNREPEATABLE,)
+
+
+def test_a_backward_that_changes_the_incoming_gradient_or_takes_it_for_contiguous():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o, lse):
+            return o.clone(), lse.clone()
+
+        @staticmethod
+        def backward(ctx, do, dlse):
+            do.mul_(1.0 + 2**-6)
+            return do.clone(), dlse
+
+    class Flat(Wrong):
+        @staticmethod
+        def backward(ctx, do, dlse):
+            return do.as_strided(do.shape, torch.empty(do.shape, device="meta").stride()), dlse
+
+    assert judged(lambda q, k, v, **options: Wrong.apply(*right(q, k, v, **options))).statuses == (MODIFIED,)
+    assert judged(lambda q, k, v, **options: Flat.apply(*right(q, k, v, **options))).passed
+    assert not judged(lambda q, k, v, **options: Flat.apply(*right(q, k, v, **options)), "strided").passed
+
+
+def test_odd_outputs_are_findings():
+    assert "expected an ordinary one on cpu" in judged(lambda q, k, v, **options: (q.to("meta"), q)).findings[0].message
+    shapes = iter([0, 1, 2, 3])
+
+    def changing(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        return (o, lse) if next(shapes) == 0 else (o[:, 1:], lse)
+
+    assert judged(changing, gradients=False).statuses == (UNREPEATABLE,)
+
+
+def test_watched_memory_may_be_resized_and_wrapped():
+    def resized(q, k, v, **options):
+        buffer = torch.empty(0)
+        torch.mul(q.detach().float(), 2.0, out=buffer)
+        torch.func.grad(lambda x: (x * torch.zeros(3)).sum())(torch.ones(3))
+        return right(q, k, v, **options)
+
+    assert judged(resized, "T=9").passed
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("case", ["one-key", "large-logits", "small"])
+def test_another_order_of_sums_passes_whatever_the_seed(case, seed):
+    def reversed_channels(q, k, v, *, return_lse, **options):
+        return flash_attention(q.flip(-1), k.flip(-1), v, **options)
+
+    assert verify("flash", reversed_channels, configs=[case], seed=seed).passed

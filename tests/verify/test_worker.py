@@ -1,5 +1,8 @@
 """Crashes and hangs are findings, and the run goes on."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,67 @@ def test_arguments_that_cases_need_are_named():
 
 def test_a_function_in_a_package():
     assert verify("flash", "tilewise:flash_attention", configs=["T=9"], dtypes=["bf16"]).passed
+
+
+@pytest.mark.parametrize("name", ["random.py", "types.py", "my-kernel.py", "time.py"])
+def test_a_file_may_be_called_as_a_module_of_pythons_is(tmp_path, name):
+    (tmp_path / name).write_text(HERE.read_text())
+    assert verify("flash", f"{tmp_path / name}:right", configs=["T=5"], dtypes=["fp32"]).passed
+
+
+def test_a_module_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_module.py").write_text(HERE.read_text())
+    monkeypatch.chdir(tmp_path)
+    assert verify("flash", "my_module:right", configs=["T=5"], dtypes=["fp32"]).passed
+
+
+def test_a_script_without_a_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"from tilewise.verify import verify\nprint(verify('flash', '{HERE}:right', configs=['T=5'], dtypes=['fp32']).passed)\n")
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment).stdout.strip() == "True"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rtol": float("nan")}, "rtol is nan"),
+        ({"atol": -1.0}, "atol is -1.0"),
+        ({"configs": ["H=3,Hk=2"]}, "H=3 is not a multiple of Hk=2"),
+        ({"configs": ["T=-5"]}, "must not be negative"),
+        ({"configs": ["window=3"]}, "expected two limits"),
+        ({"configs": ["layout=foo"]}, "there is no layout 'foo'"),
+        ({"configs": ["lengths=3,lengths_k=3/4"]}, "the same number of sequences"),
+        ({"dtypes": []}, "no dtype was given"),
+    ],
+)
+def test_a_request_that_makes_no_sense(options, message):
+    with pytest.raises(UsageError, match=message):
+        verify("flash", f"{HERE}:right", **{"configs": ["T=5"], "dtypes": ["fp32"], **options})
+
+
+def test_an_unknown_backend_is_wrong_usage(monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "foo")
+    with pytest.raises(UsageError, match="TILEWISE_BACKEND is 'foo': expected one that runs here"):
+        verify("flash", configs=["T=5"])
+
+
+def test_the_growth_of_memory_can_be_asked_for_by_its_command():
+    (result,) = run("right", "memory-growth").results
+    assert result.check.case == "memory-growth"
+
+
+def test_search_survives_an_implementation_that_fails_now_and_then():
+    calls = []
+
+    def flaky(q, k, v, *, return_lse=False, **options):
+        from tilewise.ops.flash.reference import flash_attention
+
+        calls.append(1)
+        o, lse = flash_attention(q, k, v, **options)
+        return (o * 2, lse) if len(calls) == 9 else (o, lse)
+
+    assert verify("flash", flaky, configs=["T=3"], dtypes=["fp32"], search=20, repeat=1).failures
 
 
 def test_search_shrinks_to_the_smallest_problem():
