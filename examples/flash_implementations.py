@@ -31,9 +31,7 @@ def swapped_gradients(q, k, v, **options):
     return _attention(q, k, v, bug="swapped gradients", **options)
 
 
-def _attention(
-    q, k, v, *, bug, causal=False, window_size=(-1, -1), scale=None, softcap=0.0, cu_seqlens_q=None, cu_seqlens_k=None, return_lse=False
-):
+def _attention(q, k, v, *, bug, causal=False, window_size=(-1, -1), scale=None, softcap=0.0, cu_seqlens_q=None, cu_seqlens_k=None, return_lse=False):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attend = partial(_one_batch, causal=causal, window=window_size, scale=scale, softcap=softcap, bug=bug)
     if cu_seqlens_q is None:

@@ -38,7 +38,7 @@ def verify(
     dtype: Annotated[str, typer.Option(help="Dtypes to check.")] = "fp32,fp16,bf16",
     by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
     range_raw: Annotated[bool, typer.Option("--range-raw", help="Fill inputs by rule: element i is i, k negated.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of random inputs.")] = 42,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of random inputs.")] = 42,
     search: Annotated[int, typer.Option(min=0, metavar="N", help="Draw N further cases; a failure is shrunk to one command.")] = 0,
     rtol: Annotated[
         float | None, typer.Option(help="Judge by allclose with this, in place of eager torch's error; 1e-3 where only atol is given.")
@@ -99,6 +99,7 @@ def trace(
         str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Compare with this kernel's values, not with the simulation.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the values are written.")] = Path("debug"),
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with heat maps of every value.")] = None,
 ) -> None:
     """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where they part."""
     from tilewise.trace.command import Request, run_trace
@@ -112,7 +113,7 @@ def trace(
         mapping = {name: value for name, _, value in pairs}
         fill = "range" if by_range else "random"
         request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, dtype, causal, fill)
-        lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out))
+        lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
     except UsageError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None

@@ -13,7 +13,7 @@ from tilewise.ops._host.backend import interpreting
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity import flash as flash_tiles
-from tilewise.trace import flash
+from tilewise.trace import flash, tapped
 from tilewise.trace.block import only_rows, warp_rows
 from tilewise.trace.explain import explain
 from tilewise.trace.files import write_traces
@@ -48,6 +48,7 @@ class Request:
     names: Mapping[str, str] | None = None
     against: str | None = None
     out: Path = Path("debug")
+    html: Path | None = None
 
 
 def run_trace(request: Request) -> tuple[list[str], bool]:
@@ -62,15 +63,25 @@ def run_trace(request: Request) -> tuple[list[str], bool]:
     pairs: dict[str, tuple[Values, Values]] = {}
     lines: list[str] = []
     agrees = True
+    shown: list[tuple[Traced, list[str]]] = []
+    low_precision = float(torch.finfo(DTYPES[request.dtype]).eps)
     for traced in traces:
         kept = _warped(request, traced)
         sections = _ends(request, case, traced) if traced.part == "forward" else {}
         pairs[f"{traced.part}: {kept.place}"] = ({**kept.simulation, **sections}, {**kept.kernel, **sections})
-        found, good = _verdict(kept, float(torch.finfo(DTYPES[request.dtype]).eps))
+        found, good = _verdict(kept, low_precision)
+        shown.append((kept, found))
         lines += found
         agrees &= good
     write_traces(request.out, pairs)
-    return [*lines, f"written: {request.out / 'debug_pt.txt'}, {request.out / 'debug_kernel.txt'}, {request.out / 'trace.npz'}"], agrees
+    written = [request.out / name for name in ("debug_pt.txt", "debug_kernel.txt", "trace.npz")]
+    if request.html:
+        from tilewise.trace.html import facts, render_html
+
+        page = render_html(shown, facts(request, config), low_precision, "other kernel" if request.against else "simulation")
+        request.html.write_text(page, encoding="utf-8")
+        written.append(request.html)
+    return [*lines, f"written: {', '.join(map(str, written))}"], agrees
 
 
 def _check(request: Request) -> None:
@@ -82,12 +93,15 @@ def _check(request: Request) -> None:
         raise UsageError(f"there is no dtype {request.dtype!r}: expected one of {', '.join(DTYPES)}")
     if request.direction == "backward" and (request.impl or request.against):
         raise UsageError("--impl and --against trace forward kernels: leave out --direction backward")
-    if not interpreting():
-        raise UsageError("values are recorded in Triton's interpreter: set TRITON_INTERPRET=1 to trace on this machine")
+    if not interpreting() and (request.impl or request.against or not torch.cuda.is_available()):
+        raise UsageError("a kernel's values are recorded in Triton's interpreter: set TRITON_INTERPRET=1 (ours have taps, which need a GPU)")
     if request.warp is not None and not 0 <= request.warp < request.warps:
         raise UsageError(f"there is no warp {request.warp}: expected 0 to {request.warps - 1}")
     if request.seq_blocks < 1:
         raise UsageError(f"--seq-blocks {request.seq_blocks}: expected at least 1")
+    # The folder of the values is made by the run itself.
+    if request.html and not request.html.parent.is_dir() and request.html.parent.resolve() != request.out.resolve():
+        raise UsageError(f"{request.html}: there is no folder {request.html.parent}")
 
 
 def _config(request: Request) -> configs.Config:
@@ -115,21 +129,24 @@ def _case(request: Request, config: configs.Config) -> Case:
     q = fill("q", (1, tokens, flash.HEADS, flash.CHANNELS), 1.0).to(dtype)
     # Ours share a key head between the query heads; a user's kernel need not know how.
     kv_heads = flash.HEADS if request.impl else 1
+    device = torch.device("cpu" if interpreting() else "cuda:0")
     k, v = (fill(name, (1, tokens, kv_heads, flash.CHANNELS), 1.0).to(dtype) for name in "kv")
     tiles = -(-tokens // config.block_m)
     if not 0 <= request.head < flash.HEADS or not 0 <= request.program < tiles * flash.HEADS:
         raise UsageError(f"there are {flash.HEADS} heads and {tiles * flash.HEADS} programs: expected --head and --program below that")
-    return Case(q, k, v, request.causal)
+    return Case(q.to(device), k.to(device), v.to(device), request.causal)
 
 
 def _traces(request: Request, case: Case, config: configs.Config) -> list[Traced]:
     tiles = -(-case.q.shape[1] // config.block_m)
+    program = request.program + request.head * tiles
+    do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
+    if not interpreting():
+        return [tapped.tap_forward(case, config, program)] if request.direction == "forward" else tapped.tap_backward(case, do, config, program)
     interpreter.repair()
     with interpreter.quiet():
         if request.direction == "backward":
-            do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q.dtype)
             return flash.trace_backward(case, do, config, request.program)
-        program = request.program + request.head * tiles
         ours = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
         if request.impl is None:
             traced = flash.trace_forward(case, partial(launch.forward, ours, config), program, flash.OUR_FORWARD)
@@ -170,7 +187,7 @@ def _ends(request: Request, case: Case, traced: Traced) -> Values:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     full = torch.softmax(scores, -1) @ v
     reference = flash_attention(case.q, case.k, case.v, causal=case.causal)[0][0, :, head]
-    values = {"O_full": full[first : last + 1].numpy(), "O_ref": reference[first : last + 1].double().numpy()}
+    values = {"O_full": full[first : last + 1].cpu().numpy(), "O_ref": reference[first : last + 1].double().cpu().numpy()}
     return values if request.warp is None else only_rows(values, warp_rows(last + 1 - first, request.warps, request.warp))
 
 

@@ -1,7 +1,7 @@
 """Flash attention's programs, recorded and simulated."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,7 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
     exact = arrays(simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options))
     rows = min(block_m, case.q.shape[1] - i_m)
-    kernel = _crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
+    kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
     steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
     return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps)
@@ -166,7 +166,7 @@ def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: fl
     return result
 
 
-def _crop(kernel: Values, simulation: Values, rows: int) -> Values:
+def crop(kernel: Values, simulation: Values, rows: int) -> Values:
     """Without the channels that pad a tile, and without the rows past the end."""
     result = {}
     for name, x in kernel.items():
@@ -194,33 +194,35 @@ def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program
             k, v = case.head(case.k, 0), case.head(case.v, 0)
             arguments = (heads[0], k, v, heads[1], torch.stack(lse_log2), torch.stack(delta))
             rows, block = case.k.shape[1] - start, config.block_n
-            values |= {"dK_final": _stored(gradients[1], 0, start, block), "dV_final": _stored(gradients[2], 0, start, block)}
+            values |= {"dK_final": stored(gradients[1], 0, start, block), "dV_final": stored(gradients[2], 0, start, block)}
             place = f"key head 0, keys {start} to {start + min(rows, block) - 1}"
         else:
             head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
             arguments = (case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0), case.head(do, head), lse_log2[head], delta[head])
             rows, block = case.q.shape[1] - start, config.block_m
-            values |= {"dQ_final": _stored(gradients[0], head, start, block)}
+            values |= {"dQ_final": stored(gradients[0], head, start, block)}
             place = f"head {head}, rows {start} to {start + min(rows, block) - 1}"
         run = simulate.backward_dkdv if part == "dkdv" else simulate.backward_dq
-        simulation = _simulated(run, *arguments, start, tiling, case.options)
-        exact = _simulated(run, *(x.double() for x in arguments), start, tiling, case.options)
+        simulation = simulated(run, *arguments, start, tiling, case.options)
+        exact = simulated(run, *(x.double() for x in arguments), start, tiling, case.options)
         kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
-        kernel, simulation, exact = (_inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
+        kernel, simulation, exact = (inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
         steps = sum(name.startswith("S_") for name in simulation)
         found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps))
     return found
 
 
-def _simulated(run: Callable[..., Iterator[Named]], *arguments: Any) -> Values:
+def simulated(run: simulate.Program, *arguments: Any) -> Values:
+    """What a simulation of one program yields."""
     return arrays(run(*arguments))
 
 
-def _stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:
+def stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:
+    """A tile of what a kernel stored, [1, T, H, D]."""
     return simulate.tile(gradient[0, :, head], start, block).double().cpu().numpy()
 
 
-def _inside(part: str, values: Values, rows: int) -> Values:
+def inside(part: str, values: Values, rows: int) -> Values:
     """Only the rows that exist: of a key tile the keys (columns of scores), of a query tile the queries."""
     result = {}
     for name, x in values.items():

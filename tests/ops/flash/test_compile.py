@@ -71,3 +71,17 @@ def test_every_variant(architecture, dtype, channels, variant):
 @pytest.mark.parametrize("architecture", [80, 86, 90, 100])
 def test_fp32_every_width(architecture, channels):
     check(architecture, "float32", channels, "all")
+
+
+@pytest.mark.parametrize("module", ["flash.kernels_fwd", "flash.kernels_bwd"])
+def test_taps_that_are_off_leave_no_trace_in_the_code(module):
+    """The PTX is the same, instruction for instruction, with every tap line taken out of the source."""
+    script = Path(__file__).parent / "compile_taps.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
+    digests = []
+    for words in ([], ["without"]):
+        outcome = subprocess.run([sys.executable, str(script), module, *words], capture_output=True, text=True, env=environment)
+        assert outcome.returncode == 0, outcome.stderr
+        digests.append(json.loads(outcome.stdout))
+    assert len(digests[0]) == 4
+    assert digests[0] == digests[1]

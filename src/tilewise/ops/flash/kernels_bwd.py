@@ -14,6 +14,7 @@ import triton.language as tl
 from tilewise.ops._tile.load import load_rows, store_rows
 from tilewise.ops._tile.mask import keep, key_range, query_range
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
+from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
@@ -50,39 +51,48 @@ def flash_bwd_prepare_kernel(
 
 @triton.jit
 def flash_bwd_dkdv_step(
-    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale,
+    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One query tile's part of dK and dV."""
     o_m = i_m + tl.arange(0, BLOCK_M)
+    i_step = q_rows[3] * tl.cdiv(q_rows[5], BLOCK_M) + i_m // BLOCK_M
     # [M, D]
     b_q = load_rows(q_rows, i_m, D, BLOCK_M, BLOCK_D, TMA)
     # [N, D] @ [D, M] -> [N, M]
     b_sT = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    tap(taps, i_step, 0, b_q)
     b_lse = tl.load(p_lse + o_m, mask=o_m < q_rows[5], other=float("inf"))
     b_sT = cap_scores(b_sT, score_scale)
+    tap(taps, i_step, 1, b_sT)
     b_pT = tl.exp2(b_sT * scale_log2 - b_lse[None, :])
     if MASKED:
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_pT = tl.where(keep(o_m[None, :], o_n[:, None], Tk, off, left, right), b_pT, 0.0)
     # [M, DV]
     b_do = load_rows(do_rows, i_m, DV, BLOCK_M, BLOCK_DV, TMA)
+    tap(taps, i_step, 2, b_pT)
+    tap(taps, i_step, 3, b_do)
     # [N, M] @ [M, DV] -> [N, DV]
     acc_dv = tl.dot(b_pT.to(b_do.dtype), b_do, acc_dv, input_precision=PRECISION)
+    tap(taps, i_step, 4, acc_dv)
     # [N, DV] @ [DV, M] -> [N, M]
     b_dpT = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_delta = tl.load(p_delta + o_m, mask=o_m < q_rows[5], other=0.0)
     b_dsT = score_gradient(b_pT, b_dpT, b_delta[None, :], b_sT, score_scale)
+    tap(taps, i_step, 5, b_dpT)
+    tap(taps, i_step, 6, b_dsT)
     # [N, M] @ [M, D] -> [N, D]
     acc_dk = tl.dot(b_dsT.to(b_q.dtype), b_q, acc_dk, input_precision=PRECISION)
+    tap(taps, i_step, 7, acc_dk)
     return acc_dk, acc_dv
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dkdv_kernel(
     q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q, cu_k, n_batch, n_tiles,
-    n_heads_k, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
+    n_heads_k, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +117,7 @@ def flash_bwd_dkdv_kernel(
                 for i_m in range(ends[PART], ends[PART + 1], BLOCK_M):
                     acc_dk, acc_dv = flash_bwd_dkdv_step(
                         acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, Tk, Tk - Tq, left, right,
-                        scale_log2, score_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                        scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
                     )  # fmt: skip
     store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
     store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
@@ -115,7 +125,7 @@ def flash_bwd_dkdv_kernel(
 
 @triton.jit
 def flash_bwd_dq_step(
-    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale,
+    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -129,20 +139,29 @@ def flash_bwd_dq_step(
     # [M, DV] @ [DV, N] -> [M, N]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_s = cap_scores(b_s, score_scale)
+    tap(taps, i_n // BLOCK_N, 0, b_k)
+    tap(taps, i_n // BLOCK_N, 1, b_s)
+    tap(taps, i_n // BLOCK_N, 2, b_v)
+    tap(taps, i_n // BLOCK_N, 3, b_dp)
     b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right), b_p, 0.0)
     b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_s, score_scale)
+    tap(taps, i_n // BLOCK_N, 4, b_p)
+    tap(taps, i_n // BLOCK_N, 5, b_ds)
     # [M, N] @ [N, D] -> [M, D]
-    return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
+    acc_dq = tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
+    tap(taps, i_n // BLOCK_N, 6, acc_dq)
+    tap(taps, i_n // BLOCK_N, 7, b_delta)
+    return acc_dq
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dq_kernel(
     q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch, n_tiles,
-    n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
+    n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +186,7 @@ def flash_bwd_dq_kernel(
         if PART != 0 or left is not None:
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc_dq = flash_bwd_dq_step(
-                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, Tk - Tq, left, right, scale_log2, score_scale,
+                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, Tk - Tq, left, right, scale_log2, score_scale, taps,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
                 )  # fmt: skip
     store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)

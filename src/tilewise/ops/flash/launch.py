@@ -232,8 +232,9 @@ def backward_launches(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     config_dkdv: Config,
     config_dq: Config,
+    taps: tuple[Taps | None, Taps | None] = (None, None),
 ) -> list[Launch]:
-    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv."""
+    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps` for the last two kernels."""
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -246,9 +247,10 @@ def backward_launches(
         "dv_strides": row_strides(dv.stride()),
         "n_tiles": tiles_k,
         "n_heads_k": k.shape[-2],
+        "taps": taps[0],
     }
     tiles_q = tile_slots(q.shape[-3], config_dq.block_m, inputs.cu_q)
-    dq_only = {"dq": dq, "dq_strides": row_strides(dq.stride()), "n_tiles": tiles_q, "n_heads": q.shape[-2]}
+    dq_only = {"dq": dq, "dq_strides": row_strides(dq.stride()), "n_tiles": tiles_q, "n_heads": q.shape[-2], "taps": taps[1]}
     group = q.shape[-2] // k.shape[-2]
     return [
         _prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
@@ -274,6 +276,7 @@ def backward(
     dlse: torch.Tensor | None,
     config_dkdv: Config | None = None,
     config_dq: Config | None = None,
+    taps: tuple[Taps | None, Taps | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
     if do.stride(-1) != 1:
@@ -283,5 +286,5 @@ def backward(
         problem, arch = inputs.problem(do), architecture(inputs.q.device)
         config_dkdv = config_dkdv or configs.choose("dkdv", problem, arch)
         config_dq = config_dq or configs.choose("dq", problem, arch)
-        run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq), inputs.q.device)
+        run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps), inputs.q.device)
     return gradients

@@ -5,12 +5,14 @@ end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles are pad
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 Named = tuple[str, torch.Tensor]
+# One of the simulations below.
+Program = Callable[..., Iterator[Named]]
 LOG2E = 1.4426950408889634
 
 
