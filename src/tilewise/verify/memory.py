@@ -26,8 +26,14 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _no_output(), torch.autograd.profiler.profile(profile_memory=True) as profile:
-        call()
+    threads = torch.get_num_threads()
+    # Longer inputs occupy more threads, each with memory of its own: that is not growth of the method.
+    torch.set_num_threads(1)
+    try:
+        with _no_output(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+            call()
+    finally:
+        torch.set_num_threads(threads)
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
