@@ -204,6 +204,8 @@ def _verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
         f"✗ {where}: the first to part is {block} at {list(row.worst)}",
         f"    kernel {row.kernel:.7g}, simulation {row.simulation:.7g}: {beyond:.3g} times what rounding allows; {row.bad} of {row.elements} are off",
     ]
+    if row.name in traced.lines:
+        lines.append(f"    made at {traced.lines[row.name]}")
     agreeing = _agreeing(rows, row.name, traced)
     if agreeing:
         lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")

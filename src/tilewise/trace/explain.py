@@ -36,8 +36,10 @@ def explain(row: Row, kernel: Values, simulation: Values) -> list[str]:
     if not step_text.isdigit():
         name, step_text = row.name.removesuffix("_final"), ""
     step = int(step_text) if step_text else 0
-    guesses = [_guess(row.name, name, step, kernel, simulation), f"{name} comes from {MAKERS.get(name, 'what follows the values that agree')}"]
-    return [guess for guess in guesses if guess]
+    guess = _guess(row.name, name, step, kernel, simulation)
+    # The mask is told by what it does, wherever a kernel applies it.
+    maker = "" if guess.startswith("the mask") else f"{name} comes from {MAKERS.get(name, 'what follows the values that agree')}"
+    return [sentence for sentence in (guess, maker) if sentence]
 
 
 def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) -> str:

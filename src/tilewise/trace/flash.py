@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from tilewise.ops.flash import configs, launch, simulate
 from tilewise.ops.flash.simulate import Named, Options, Tiling
 from tilewise.trace.record import Recording, record
-from tilewise.trace.values import MissingNameError, Naming, Values, named_values
+from tilewise.trace.values import Lines, MissingNameError, Naming, Values, named_values
 
 FORWARD = Naming(
     anchor="S",
@@ -80,6 +80,7 @@ class Traced:
     simulation: Values
     exact: Values
     steps: int
+    lines: Lines = field(default_factory=dict)
 
 
 def arrays(named: Iterable[Named]) -> Values:
@@ -119,7 +120,7 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     """Record what `call` launches, and simulate the program that was recorded."""
     with record(program) as recording:
         call()
-    launched, values = _first_with_anchor(recording, naming, required)
+    launched, values, lines = _first_with_anchor(recording, naming, required)
     if "Q" not in values:
         raise MissingNameError("the query tile was not found: name its variable with --names Q=...")
     block_m, block_n = values["S_0"].shape
@@ -136,14 +137,15 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
     steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
-    return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps)
+    return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps, lines)
 
 
-def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values]:
+def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values, Lines]:
     problem: MissingNameError | None = None
     for launched in range(len(recording.kernels)):
         try:
-            return launched, named_values(recording.of_launch(launched), naming, required)
+            values, lines = named_values(recording.of_launch(launched), naming, required)
+            return launched, values, lines
         except MissingNameError as error:
             problem = problem or error
     raise problem or MissingNameError("no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)")
@@ -187,7 +189,7 @@ def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program
     found: list[Traced] = []
     arguments: tuple[torch.Tensor, ...]
     for part, naming, kernel_name in (("dkdv", DKDV, "flash_bwd_dkdv_kernel"), ("dq", DQ, "flash_bwd_dq_kernel")):
-        values = named_values(recording.of_launch(recording.kernels.index(kernel_name)), naming)
+        values, lines = named_values(recording.of_launch(recording.kernels.index(kernel_name)), naming)
         if part == "dkdv":
             _, start, _ = _find_rows(values["K"], case.k, config.block_n)
             heads = [x[0].transpose(0, 1) for x in (case.q, do)]
@@ -208,7 +210,7 @@ def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program
         kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
         kernel, simulation, exact = (inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
         steps = sum(name.startswith("S_") for name in simulation)
-        found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps))
+        found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps, lines))
     return found
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from tilewise.trace.record import END, TURN, Event
 
 Values = dict[str, np.ndarray]
+# Where each value was made.
+Lines = dict[str, str]
 
 
 class MissingNameError(Exception):
@@ -45,8 +47,11 @@ class Naming:
         return dataclasses.replace(self, step=replace(self.step), before=replace(self.before), after=replace(self.after))
 
 
-def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str] = ()) -> Values:
-    """Values by our names, `S_0` for S of the first step; a MissingNameError where the anchor or a `required` one never occurs."""
+def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str] = ()) -> tuple[Values, Lines]:
+    """Values by our names, `S_0` for S of the first step, and the lines that made them.
+
+    A MissingNameError where the anchor or a `required` one never occurs.
+    """
     tiles = [event for event in events if event.value is None or event.value.ndim > 0]
     anchor = next((i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim == 2), None)
     if anchor is None:
@@ -56,23 +61,35 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
     loop = _loop(tiles, anchor)
     scope = {tiles[anchor].function} | ({loop.function} if loop else set())
     values: Values = {}
+    lines: Lines = {}
+
+    def keep(key: str, name: str, event: Event) -> None:
+        values[key] = event.value.T if name in naming.transposed else event.value
+        lines[key] = f"line {event.line}, in {event.function}"
+
     for name, candidates in naming.before.items():
-        values |= _last(name, candidates, before, scope, naming)
+        for event in _assignments(candidates, before, scope)[-1:]:
+            keep(name, name, event)
     for number, step in enumerate(steps):
         for name, candidates in naming.step.items():
             found = _assignments(candidates, step, scope)
             if found:
-                values[f"{name}_{number}"] = _turned(name, found[-1], naming)
+                # Handing a helper's result on makes it no second time.
+                made = next(
+                    event for event in found if event.value is found[-1].value or np.array_equal(event.value, found[-1].value, equal_nan=True)
+                )
+                keep(f"{name}_{number}", name, made)
                 # A kernel that rescales and adds in one statement has no value between the two.
                 if name in naming.first and len(found) > 1:
-                    values[f"{naming.first[name]}_{number}"] = _turned(name, found[0], naming)
+                    keep(f"{naming.first[name]}_{number}", name, found[0])
     for name, candidates in naming.after.items():
-        values |= _last(name, candidates, after, scope, naming)
+        for event in _assignments(candidates, after, scope)[-1:]:
+            keep(name, name, event)
     for name in required:
         if not any(key == name or key.startswith(f"{name}_") for key in values):
             candidates = {**naming.before, **naming.step, **naming.after}[name]
             raise MissingNameError(_missing(name, candidates, tiles))
-    return values
+    return values, lines
 
 
 def _missing(name: str, candidates: Sequence[str], tiles: Sequence[Event]) -> str:
@@ -117,18 +134,9 @@ def _split(tiles: Sequence[Event], anchor: int) -> tuple[list[Event], list[list[
     return before, steps, after
 
 
-def _assignments(candidates: Sequence[str], events: Sequence[Event], scope: set[str]) -> list[np.ndarray]:
+def _assignments(candidates: Sequence[str], events: Sequence[Event], scope: set[str]) -> list[Event]:
     for candidate in candidates:
-        found = [event.value for event in events if event.name == candidate and event.function in scope]
+        found = [event for event in events if event.name == candidate and event.function in scope]
         if found:
             return found
     return []
-
-
-def _last(name: str, candidates: Sequence[str], events: Sequence[Event], scope: set[str], naming: Naming) -> Values:
-    found = _assignments(candidates, events, scope)
-    return {name: _turned(name, found[-1], naming)} if found else {}
-
-
-def _turned(name: str, value: np.ndarray, naming: Naming) -> np.ndarray:
-    return value.T if name in naming.transposed else value

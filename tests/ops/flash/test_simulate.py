@@ -89,8 +89,12 @@ def test_backward_equals_the_reference_in_fp64(problem, tiles):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "no-keys"])
-def test_the_kernel_stores_what_the_simulation_makes(problem, dtype, device):
+@pytest.mark.parametrize(
+    ("problem", "tiles"),
+    [*((name, (32, 32)) for name in PROBLEMS if name != "no-keys"), *(("causal", tiles) for tiles in TILES), *(("window", tiles) for tiles in TILES)],
+    ids=str,
+)
+def test_the_kernel_stores_what_the_simulation_makes(problem, tiles, dtype, device):
     queries, keys, options = PROBLEMS[problem]
     q, k, v, do, dlse = (x.to(device) for x in tensors(queries, keys, dtype, group=2))
     inputs = launch.Inputs(
@@ -104,11 +108,11 @@ def test_the_kernel_stores_what_the_simulation_makes(problem, dtype, device):
         options.scale,
         options.softcap,
     )
-    config = configs.Config(32, 32, 4, 1)
+    config = configs.Config(*tiles, 4, 1)
     o, lse = launch.forward(inputs, config)
     do_rows, dlse_rows = do.transpose(0, 1)[None].contiguous(), dlse.float()[None]
     dq, dk, dv = launch.backward(inputs, o, lse, do_rows, dlse_rows, config, config)
-    tiling = Tiling(32, 32)
+    tiling = Tiling(*tiles)
     # Where rounding falls the other way once, a 16-bit value moves by its last bit.
     close = {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 2**-6}
     for head in range(2):
