@@ -5,6 +5,7 @@ from tilewise import interpreter
 interpreter.use_where_no_gpu()
 
 import os  # noqa: E402
+import shutil  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -27,3 +28,39 @@ def poisoned_memory():
 def device() -> torch.device:
     """Where kernels run: the GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium; where there is none, the test is skipped with its reason."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no browser: none of chromium, chromium-browser and google-chrome is on the PATH")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page; at the end nothing must have been logged or fetched."""
+    said, fetched, contexts = [], [], []
+
+    def open_(text, width=1280, scheme="light"):
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8")
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []

@@ -2,13 +2,11 @@
 
 import math
 import re
-import shutil
 import struct
 import zlib
 from base64 import b64decode
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
 
@@ -19,6 +17,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
+from pages import CONTRASTS, Balanced, assert_stands_alone
+
 from tilewise import cli
 from tilewise.ops.flash import simulate
 from tilewise.ops.flash.configs import Config
@@ -28,7 +28,6 @@ from tilewise.trace.html import LEVELS, MOST_CELLS, STEPS, facts, render_html
 
 EPS = float(torch.finfo(torch.bfloat16).eps)
 REQUEST = {"operator": "flash", "tiles": "64 queries × 64 keys", "dtype": "bf16"}
-VOID = {"meta", "link", "br", "img", "source"}
 
 
 @cache
@@ -55,34 +54,6 @@ def page_of(*programs, request=REQUEST, **options):
     return render_html([(one, command._verdict(one, EPS)[0]) for one in programs], request, EPS, **options)
 
 
-class Parsed(HTMLParser):
-    """Fails on a tag that is closed out of order; collects text, tags and attributes."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.tags, self.texts, self.attributes = [], [], [], []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.texts.append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.texts))
-
-
 PAGES = {
     "right": lambda: page_of(traced()),
     "wrong": lambda: page_of(traced("O_scale_1")),
@@ -94,21 +65,13 @@ PAGES = {
 @pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
 def test_the_page_is_well_formed_and_stands_alone(make):
     page = make()
-    parsed = Parsed(page)
-    assert page.startswith("<!DOCTYPE html>")
-    assert "script" not in parsed.tags
-    references = [value for _, name, value in parsed.attributes if name in ("src", "href", "action", "srcset", "data")]
-    assert all(value.startswith(("#", "data:image/png;base64,")) or value == "data:," for value in references)
-    assert not re.search(r"https?://|url\(|@import|\bon\w+=", page)
-    ids = [value for _, name, value in parsed.attributes if name == "id"]
-    assert len(ids) == len(set(ids))
-    assert {value[1:] for value in references if value.startswith("#")} <= set(ids)
+    assert_stands_alone(page, "data:image/png;base64,")
     assert len(page) < 2_000_000
 
 
 def test_where_nothing_parts_nothing_is_marked():
     page = page_of(traced())
-    text = Parsed(page).text
+    text = Balanced(page).text
     assert "Nothing parts ✓ flash_fwd_kernel, head 0, rows 64 to 127: 21 values in 2 steps agree" in text
     assert "first divergence" not in page
     assert 'class="value parts' not in page
@@ -123,7 +86,7 @@ def test_every_value_of_every_step_has_its_three_maps():
     step = ["K", "S_pre_scaling", "S", "M", "P", "L", "V", "O_scale", "O"]
     assert names == ["Q", *(f"{name}_{block}" for block in (0, 1) for name in step), "O_final", "LSE"]
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == ["kernel", "simulation", "difference"] * len(names)
-    assert all(f"{name} {text}" in Parsed(page).text for name, text in REQUEST.items())
+    assert all(f"{name} {text}" in Balanced(page).text for name, text in REQUEST.items())
     simulation, _ = simulated()
     low, high = (html._short(f(simulation["O_final"])) for f in (np.min, np.max))
     assert page.count(f"[64, 64]<br>min {low}<br>max {high}</small>") == 2
@@ -136,7 +99,7 @@ def test_the_first_divergence_is_marked_once_and_linked_from_the_verdict():
     page = page_of(one)
     lines, agrees = command._verdict(one, EPS)
     assert not agrees
-    assert all(line.strip() in Parsed(page).text for line in lines)
+    assert all(line.strip() in Balanced(page).text for line in lines)
     assert page.count("first divergence</span>") == 1
     (anchor,) = re.findall(r'<article class="value parts first" id="([^"]*)"', page)
     assert f'<a href="#{anchor}">See where it parts</a>' in page[: page.index("</header>")]
@@ -157,7 +120,7 @@ def test_each_program_has_its_own_first_divergence():
 def test_what_was_not_recorded_is_said_and_another_kernel_is_named():
     one = traced()
     del one.kernel["O_scale_0"]
-    text = Parsed(page_of(one, other="other kernel")).text
+    text = Balanced(page_of(one, other="other kernel")).text
     assert "Not recorded of this kernel, so not compared: O_scale_0." in text
     assert "kernel [64, 64]" in text
     assert "other kernel [64, 64]" in text
@@ -170,7 +133,7 @@ def test_what_the_user_names_is_escaped():
     one = Traced(evil, "forward", evil, kernel, simulation, exact, 2)
     page = render_html([(one, [evil, evil])], {evil: evil}, EPS, evil)
     assert "<script" not in page
-    assert Parsed(page).text.count(evil) > 8
+    assert Balanced(page).text.count(evil) > 8
 
 
 def pictures(page):
@@ -262,7 +225,7 @@ def test_the_command_writes_the_page(tmp_path):
     file = tmp_path / "out" / "trace.html"
     outcome = CliRunner().invoke(cli.app, [*words, "--direction", "backward", "--html", str(file)])
     assert outcome.exit_code == 0, outcome.output
-    text = Parsed(file.read_text(encoding="utf-8")).text
+    text = Balanced(file.read_text(encoding="utf-8")).text
     *lines, written = outcome.output.splitlines()
     assert len(lines) == 2
     assert all(line.strip() in text for line in lines)
@@ -273,41 +236,6 @@ def test_the_command_writes_the_page(tmp_path):
 
 
 # In a real browser.
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no browser: none of chromium, chromium-browser and google-chrome is on the PATH")
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a page; at the end nothing must have been logged or fetched."""
-    said, fetched, contexts = [], [], []
-
-    def open_(text, width=1280, scheme="light"):
-        file = tmp_path / "trace.html"
-        file.write_text(text, encoding="utf-8")
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: fetched.append(request.url))
-        page.goto(file.as_uri())
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -351,19 +279,6 @@ def test_nothing_overflows_the_page(opened, make, width):
 def test_long_names_do_not_overflow_the_page(opened):
     page = opened(page_of(replace(traced("P_0"), kernel_name="a" * 300, place="b" * 300), request={"kernel": "c" * 300}), 390)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-CONTRASTS = """() => {
-    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map(x => x / 255).map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = e => { const c = numbers(getComputedStyle(e).backgroundColor); return c.length < 4 || c[3] > 0 ? c : behind(e.parentElement); };
-    const written = e => [...e.childNodes].some(node => node.nodeType == 3 && node.textContent.trim());
-    return [...document.querySelectorAll("main *")].filter(written).map(e => {
-        const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-        return [(a + 0.05) / (b + 0.05), e.className + ": " + e.textContent.slice(0, 40)];
-    });
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -2,13 +2,15 @@
 
 import math
 import re
-import shutil
 from functools import cache
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
 import torch
+
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+from pages import CONTRASTS, Balanced, assert_stands_alone
 
 from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, Limits, compare, limits_from_eager
 from tilewise.verify.heat import HeatMap
@@ -20,7 +22,6 @@ ENVIRONMENT = {"tilewise": "0.1.0", "torch": "2.13.0", "device": "CPU, 16 cores"
 COMMAND = "tilewise verify flash --html report.html"
 # Where the error is planted: head 2, the tile from token 48 on.
 HEAD, TILE, COLUMN = 2, 16, 3
-VOID = {"meta", "link", "input", "br"}
 
 
 def tensors(tokens=100, heads=4):
@@ -86,49 +87,12 @@ def page_of(report, environment=ENVIRONMENT, command=COMMAND):
     return render_html(report, environment, command)
 
 
-class Balanced(HTMLParser):
-    """Fails on a tag that is closed out of order; collects text, tags and attributes."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.tags, self.texts, self.attributes = [], [], [], []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.texts.append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.texts))
-
-
 REPORTS = {"empty": Report, "passing": passing, "failing": failing, "bugs only": lambda: Report([], passing().mutants)}
 
 
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
 def test_the_page_is_well_formed_and_stands_alone(make):
-    page = page_of(make())
-    parsed = Balanced(page)
-    assert page.startswith("<!DOCTYPE html>")
-    assert "script" not in parsed.tags
-    references = [value for _, name, value in parsed.attributes if name in ("src", "href", "action", "srcset", "data")]
-    assert all(value.startswith("#") or value == "data:," for value in references)
-    assert not re.search(r"https?://|url\(|@import|\bon\w+=", page)
-    ids = [value for _, name, value in parsed.attributes if name == "id"]
-    assert len(ids) == len(set(ids))
-    assert {value[1:] for value in references if value.startswith("#")} <= set(ids)
+    assert_stands_alone(page_of(make()))
 
 
 def test_an_empty_report_fails_and_says_why():
@@ -269,44 +233,9 @@ def test_a_page_of_too_many_cells_says_what_it_leaves_out():
 # In a real browser.
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no browser: none of chromium, chromium-browser and google-chrome is on the PATH")
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a report; at the end nothing must have been logged or fetched."""
-    said, fetched, contexts = [], [], []
-
-    def open_(report, width=1280, scheme="light"):
-        file = tmp_path / "report.html"
-        file.write_text(page_of(report), encoding="utf-8")
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: fetched.append(request.url))
-        page.goto(file.as_uri())
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []
-
-
 @pytest.mark.parametrize(("make", "verdict"), [(passing, "PASS"), (failing, "FAIL"), (Report, "FAIL")])
 def test_the_verdict_is_in_sight(opened, make, verdict):
-    page = opened(make())
+    page = opened(page_of(make()))
     assert page.title() == f"{verdict} · tilewise verify"
     assert page.locator("#verdict strong").inner_text() == verdict
     box = page.locator("#verdict").bounding_box()
@@ -322,7 +251,7 @@ WORST = """map => [...map.querySelectorAll("td.worst")].map(cell => {
 
 
 def test_the_heat_map_is_visible_with_its_worst_cell_marked(opened):
-    page = opened(failing())
+    page = opened(page_of(failing()))
     maps = page.locator("table.map")
     assert maps.count() == 3
     for i in range(3):
@@ -340,12 +269,12 @@ def test_the_heat_map_is_visible_with_its_worst_cell_marked(opened):
 def test_nothing_overflows_the_page(opened, make, width):
     report = make()
     report.results.append(Result(check("T=" + "1" * 300, implementation=Implementation("a" * 200, "cpu", external=True)), (wrong("o" * 90),)))
-    page = opened(report, width)
+    page = opened(page_of(report), width)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_failures_only(opened):
-    page = opened(failing())
+    page = opened(page_of(failing()))
     rows = page.locator("#checks tbody tr")
     assert rows.count() == 20
     page.get_by_label("failures only").check()
@@ -353,7 +282,7 @@ def test_failures_only(opened):
 
 
 def test_a_failure_is_one_click_away_and_unfolds(opened):
-    page = opened(Report([Result(check(f"case-{i}"), (wrong(),)) for i in range(UNFOLDED + 2)]))
+    page = opened(page_of(Report([Result(check(f"case-{i}"), (wrong(),)) for i in range(UNFOLDED + 2)])))
     last = page.locator("details.failure").last
     assert last.get_attribute("open") is None
     page.locator("#checks a").last.click()
@@ -361,25 +290,12 @@ def test_a_failure_is_one_click_away_and_unfolds(opened):
     assert 0 <= last.locator("h3").bounding_box()["y"] < 400
 
 
-CONTRASTS = """() => {
-    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map(x => x / 255).map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = e => { const c = numbers(getComputedStyle(e).backgroundColor); return c.length < 4 || c[3] > 0 ? c : behind(e.parentElement); };
-    const written = e => [...e.childNodes].some(node => node.nodeType == 3 && node.textContent.trim());
-    return [...document.querySelectorAll("main *")].filter(written).map(e => {
-        const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-        return [(a + 0.05) / (b + 0.05), e.className + ": " + e.textContent.slice(0, 40)];
-    });
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_has_contrast(opened, scheme):
     report = failing()
     row = (0.5, 2.0, 5.0, 20.0, 50.0, 200.0, 500.0, 2000.0)
     report.results.append(Result(check("steps"), (Comparison("o", 1.0, failure=Failure(WRONG, "", heat=HeatMap(16, (row,), (0, 7)))),)))
-    page = opened(report, scheme=scheme)
+    page = opened(page_of(report), scheme=scheme)
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 300
     assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []
