@@ -44,6 +44,19 @@ def test_a_right_kernel_agrees(tmp_path, words):
     assert "agree" in outcome.output
 
 
+def test_the_head_and_program_asked_for_are_traced(tmp_path):
+    words = ["--block-m", "32", "--block-n", "32", "--direction", "backward"]
+    head = invoke(tmp_path, *words, "--head", "1")
+    assert head.exit_code == 0, head.output
+    assert "flash_bwd_dq_kernel, program 2, head 1, rows 0 to 31" in head.output
+    assert "flash_bwd_dkdv_kernel, program 0, key head 0, keys 0 to 31" in head.output
+    # There is one key head: its programs come round again.
+    last = invoke(tmp_path, *words, "--program", "3")
+    assert last.exit_code == 0, last.output
+    assert "flash_bwd_dq_kernel, program 3, head 1, rows 32 to 63" in last.output
+    assert "flash_bwd_dkdv_kernel, program 1, key head 0, keys 32 to 63" in last.output
+
+
 # (what, module, old, new, options) -> what the first line must say, and what must follow from it
 BUGS = {
     "scale": ("flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED", [], "block 0, M", "8 times"),
@@ -117,6 +130,7 @@ def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
         (["--block-m", "20"], "expected a power of two"),
         (["--kernel-index", "999"], "there is no configuration 999"),
         (["--program", "99"], "expected --head and --program below that"),
+        (["--program", "2", "--head", "1"], "together below 4"),
         (["--warp", "4"], "there is no warp 4"),
         (["--names", "S"], "expected NAME=VARIABLE pairs"),
         (["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "S=nope"], "seen were .*b_s.*m_new"),

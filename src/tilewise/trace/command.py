@@ -132,8 +132,10 @@ def _case(request: Request, config: configs.Config) -> Case:
     device = torch.device("cpu" if interpreting() else "cuda:0")
     k, v = (fill(name, (1, tokens, kv_heads, flash.CHANNELS), 1.0).to(dtype) for name in "kv")
     tiles = -(-tokens // config.block_m)
-    if not 0 <= request.head < flash.HEADS or not 0 <= request.program < tiles * flash.HEADS:
-        raise UsageError(f"there are {flash.HEADS} heads and {tiles * flash.HEADS} programs: expected --head and --program below that")
+    if not 0 <= request.head < flash.HEADS or request.program < 0 or request.program + request.head * tiles >= tiles * flash.HEADS:
+        raise UsageError(
+            f"there are {flash.HEADS} heads of {tiles} programs each: expected --head and --program below that, together below {tiles * flash.HEADS}"
+        )
     return Case(q.to(device), k.to(device), v.to(device), request.causal)
 
 
@@ -146,7 +148,7 @@ def _traces(request: Request, case: Case, config: configs.Config) -> list[Traced
     interpreter.repair()
     with interpreter.quiet():
         if request.direction == "backward":
-            return flash.trace_backward(case, do, config, request.program)
+            return flash.trace_backward(case, do, config, program)
         ours = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
         if request.impl is None:
             traced = flash.trace_forward(case, partial(launch.forward, ours, config), program, flash.OUR_FORWARD)
@@ -179,7 +181,7 @@ def _warped(request: Request, traced: Traced) -> Traced:
 def _ends(request: Request, case: Case, traced: Traced) -> Values:
     """O_full, plain attention of these rows in fp64, and O_ref, the reference's in its own precision."""
     words = traced.place.replace(",", "").split()
-    head, first, last = int(words[1]), int(words[3]), int(words[5])
+    head, first, last = (int(words[words.index(word) + 1]) for word in ("head", "rows", "to"))
     group = case.q.shape[2] // case.k.shape[2]
     q, k, v = case.head(case.q, head).double(), case.head(case.k, head // group).double(), case.head(case.v, head // group).double()
     scores = q @ k.T * case.options.scale

@@ -137,7 +137,16 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
     steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
-    return Traced(recording.kernels[launched], "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, steps, lines)
+    return Traced(
+        recording.kernels[launched],
+        "forward",
+        f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}",
+        kernel,
+        simulation,
+        exact,
+        steps,
+        lines,
+    )
 
 
 def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values, Lines]:
@@ -178,45 +187,75 @@ def crop(kernel: Values, simulation: Values, rows: int) -> Values:
     return result
 
 
-def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program: int) -> list[Traced]:
-    """Our own backward: a program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
-    inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
-    o, lse = launch.forward(inputs, config)
-    with record(program) as recording:
-        gradients = launch.backward(inputs, o, lse, do, None, config, config)
-    delta, lse_log2 = zip(*(simulate.prepare(o[0, :, h], do[0, :, h], lse[0, h], None) for h in range(HEADS)), strict=True)
-    tiling = Tiling(config.block_m, config.block_n)
-    found: list[Traced] = []
-    arguments: tuple[torch.Tensor, ...]
-    for part, naming, kernel_name in (("dkdv", DKDV, "flash_bwd_dkdv_kernel"), ("dq", DQ, "flash_bwd_dq_kernel")):
-        values, lines = named_values(recording.of_launch(recording.kernels.index(kernel_name)), naming)
-        if part == "dkdv":
-            _, start, _ = _find_rows(values["K"], case.k, config.block_n)
-            heads = [x[0].transpose(0, 1) for x in (case.q, do)]
-            k, v = case.head(case.k, 0), case.head(case.v, 0)
-            arguments = (heads[0], k, v, heads[1], torch.stack(lse_log2), torch.stack(delta))
-            rows, block = case.k.shape[1] - start, config.block_n
-            values |= {"dK_final": stored(gradients[1], 0, start, block), "dV_final": stored(gradients[2], 0, start, block)}
-            place = f"key head 0, keys {start} to {start + min(rows, block) - 1}"
-        else:
-            head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
-            arguments = (case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0), case.head(do, head), lse_log2[head], delta[head])
-            rows, block = case.q.shape[1] - start, config.block_m
-            values |= {"dQ_final": stored(gradients[0], head, start, block)}
-            place = f"head {head}, rows {start} to {start + min(rows, block) - 1}"
-        run = simulate.backward_dkdv if part == "dkdv" else simulate.backward_dq
-        simulation = simulated(run, *arguments, start, tiling, case.options)
-        exact = simulated(run, *(x.double() for x in arguments), start, tiling, case.options)
+class Backward:
+    """What both ways of tracing a backward share: the results that it starts from, its gradients, and the simulations beside them."""
+
+    def __init__(self, case: Case, do: torch.Tensor, config: configs.Config) -> None:
+        self._case, self._do, self._tiling = case, do, Tiling(config.block_m, config.block_n)
+        self._config = config
+        self._inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
+        self._o, self._lse = launch.forward(self._inputs, config)
+        rows = (simulate.prepare(self._o[0, :, h], do[0, :, h], self._lse[0, h], None) for h in range(HEADS))
+        self._delta, self._lse_log2 = zip(*rows, strict=True)
+
+    def run(self, taps: tuple[launch.Taps | None, launch.Taps | None] = (None, None)) -> None:
+        """Launch it."""
+        self._dq, self._dk, self._dv = launch.backward(self._inputs, self._o, self._lse, self._do, None, self._config, self._config, taps)
+
+    def of_keys(self, values: Values, start: int, program: int, lines: Lines | None = None) -> Traced:
+        """The kernel that owns key tiles, from its program's `values`."""
+        block = self._config.block_n
+        values = values | {"dK_final": stored(self._dk, 0, start, block), "dV_final": stored(self._dv, 0, start, block)}
+        q, do = (x[0].transpose(0, 1) for x in (self._case.q, self._do))
+        tensors = q, *self._keys(), do, torch.stack(self._lse_log2), torch.stack(self._delta)
+        rows = min(block, self._case.k.shape[1] - start)
+        place = f"program {program}, key head 0, keys {start} to {start + rows - 1}"
+        return self._beside(("flash_bwd_dkdv_kernel", "dkdv", place), simulate.backward_dkdv, tensors, values, start, rows, lines)
+
+    def of_queries(self, values: Values, head: int, start: int, program: int, lines: Lines | None = None) -> Traced:
+        """The kernel that owns query tiles, likewise."""
+        block = self._config.block_m
+        values = values | {"dQ_final": stored(self._dq, head, start, block)}
+        tensors = self._case.head(self._case.q, head), *self._keys(), self._case.head(self._do, head), self._lse_log2[head], self._delta[head]
+        rows = min(block, self._case.q.shape[1] - start)
+        place = f"program {program}, head {head}, rows {start} to {start + rows - 1}"
+        return self._beside(("flash_bwd_dq_kernel", "dq", place), simulate.backward_dq, tensors, values, start, rows, lines)
+
+    def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._case.head(self._case.k, 0), self._case.head(self._case.v, 0)
+
+    def _beside(
+        self,
+        names: tuple[str, str, str],
+        run: simulate.Program,
+        tensors: tuple[torch.Tensor, ...],
+        values: Values,
+        start: int,
+        rows: int,
+        lines: Lines | None,
+    ) -> Traced:
+        simulation = arrays(run(*tensors, start, self._tiling, self._case.options))
+        exact = arrays(run(*(x.double() for x in tensors), start, self._tiling, self._case.options))
         kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
-        kernel, simulation, exact = (inside(part, x, min(rows, block)) for x in (kernel, simulation, exact))
-        steps = sum(name.startswith("S_") for name in simulation)
-        found.append(Traced(kernel_name, part, place, kernel, simulation, exact, steps, lines))
-    return found
+        kernel, simulation, exact = (_inside(names[1], x, rows) for x in (kernel, simulation, exact))
+        return Traced(*names, kernel, simulation, exact, sum(name.startswith("S_") for name in simulation), lines or {})
 
 
-def simulated(run: simulate.Program, *arguments: Any) -> Values:
-    """What a simulation of one program yields."""
-    return arrays(run(*arguments))
+def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program: int) -> list[Traced]:
+    """Our own backward, recorded: a program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
+    backward = Backward(case, do, config)
+    key_program = program % -(-case.k.shape[1] // config.block_n)
+    values, lines = _recorded(backward, key_program, "flash_bwd_dkdv_kernel", DKDV)
+    keys = backward.of_keys(values, _find_rows(values["K"], case.k, config.block_n)[1], key_program, lines)
+    values, lines = _recorded(backward, program, "flash_bwd_dq_kernel", DQ)
+    head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
+    return [keys, backward.of_queries(values, head, start, program, lines)]
+
+
+def _recorded(backward: Backward, program: int, kernel: str, naming: Naming) -> tuple[Values, Lines]:
+    with record(program) as recording:
+        backward.run()
+    return named_values(recording.of_launch(recording.kernels.index(kernel)), naming)
 
 
 def stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:
@@ -224,7 +263,7 @@ def stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndar
     return simulate.tile(gradient[0, :, head], start, block).double().cpu().numpy()
 
 
-def inside(part: str, values: Values, rows: int) -> Values:
+def _inside(part: str, values: Values, rows: int) -> Values:
     """Only the rows that exist: of a key tile the keys (columns of scores), of a query tile the queries."""
     result = {}
     for name, x in values.items():

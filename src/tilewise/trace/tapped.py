@@ -7,7 +7,7 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import launch, simulate
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Tiling
-from tilewise.trace.flash import HEADS, Case, Traced, arrays, crop, inside, simulated, stored
+from tilewise.trace.flash import HEADS, Backward, Case, Traced, arrays, crop, stored
 from tilewise.trace.values import Values
 
 # What each slot holds; `t` marks tiles that the kernel keeps transposed.
@@ -59,22 +59,21 @@ def tap_forward(case: Case, config: Config, program: int) -> Traced:
     rows = min(m, case.q.shape[1] - i_m)
     kernel = crop(values, simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
-    return Traced("flash_fwd_kernel", "forward", f"head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, len(blocks))
+    return Traced(
+        "flash_fwd_kernel", "forward", f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, len(blocks)
+    )
 
 
 def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> list[Traced]:
     """A program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
-    inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
-    o, lse = launch.forward(inputs, config)
     tiles_m, tiles_n = -(-case.q.shape[1] // config.block_m), -(-case.k.shape[1] // config.block_n)
     key_program = program % tiles_n
     key_tap = Tap(case, config, key_program, len(DKDV), HEADS * tiles_m)
     query_tap = Tap(case, config, program, len(DQ), tiles_n)
-    dq, dk, dv = launch.backward(inputs, o, lse, do, None, config, config, (key_tap.argument, query_tap.argument))
-    delta, lse_log2 = zip(*(simulate.prepare(o[0, :, h], do[0, :, h], lse[0, h], None) for h in range(HEADS)), strict=True)
+    backward = Backward(case, do, config)
+    backward.run((key_tap.argument, query_tap.argument))
     block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
     m, n, tiling = config.block_m, config.block_n, Tiling(config.block_m, config.block_n)
-    k, v = case.head(case.k, 0), case.head(case.v, 0)
 
     i_n = key_program * n
     pairs = [(h, i_m) for h in range(HEADS) for i_m in simulate.query_blocks(i_n, case.q.shape[1], case.k.shape[1], tiling, case.options)]
@@ -88,45 +87,19 @@ def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> 
         "dSt": (n, m),
         "dK": (n, block_d),
     }
-    values: Values = {"dK_final": stored(dk, 0, i_n, n), "dV_final": stored(dv, 0, i_n, n)}
+    values: Values = {}
     for step, (h, i_m) in enumerate(pairs):
         for slot, name in enumerate(DKDV):
             value = key_tap.value(h * tiles_m + i_m // m, slot, *shapes[name])
             values[f"{name.removesuffix('t')}_{step}"] = value.T if name.endswith("t") else value
-    heads = case.q[0].transpose(0, 1), do[0].transpose(0, 1)
-    arguments = (heads[0], k, v, heads[1], torch.stack(lse_log2), torch.stack(delta))
-    rows = min(n, case.k.shape[1] - i_n)
-    place = f"key head 0, keys {i_n} to {i_n + rows - 1}"
-    found = [_traced("flash_bwd_dkdv_kernel", "dkdv", place, values, simulate.backward_dkdv, arguments, i_n, tiling, case, rows)]
+    keys = backward.of_keys(values, i_n, key_program)
 
     head, i_m = _place(case, config, program)
     blocks = simulate.key_blocks(i_m, case.q.shape[1], case.k.shape[1], tiling, case.options)
     shapes = {"K": (n, block_d), "S": (m, n), "V": (n, block_dv), "dP": (m, n), "P": (m, n), "dS": (m, n), "dQ": (m, block_d)}
-    values = {"dQ_final": stored(dq, head, i_m, m)}
+    values = {}
     for step, i_n in enumerate(blocks):
         values |= {f"{name}_{step}": query_tap.value(i_n // n, DQ.index(name), *shape) for name, shape in shapes.items()}
     if blocks:
         values["delta"] = query_tap.value(blocks[0] // n, DQ.index("delta"), m)
-    arguments = (case.head(case.q, head), k, v, case.head(do, head), lse_log2[head], delta[head])
-    rows = min(m, case.q.shape[1] - i_m)
-    place = f"head {head}, rows {i_m} to {i_m + rows - 1}"
-    return [*found, _traced("flash_bwd_dq_kernel", "dq", place, values, simulate.backward_dq, arguments, i_m, tiling, case, rows)]
-
-
-def _traced(
-    name: str,
-    part: str,
-    place: str,
-    values: Values,
-    run: simulate.Program,
-    arguments: tuple[torch.Tensor, ...],
-    start: int,
-    tiling: Tiling,
-    case: Case,
-    rows: int,
-) -> Traced:
-    simulation = simulated(run, *arguments, start, tiling, case.options)
-    exact = simulated(run, *(x.double() for x in arguments), start, tiling, case.options)
-    kernel = {key: x[tuple(slice(0, size) for size in simulation[key].shape)] for key, x in values.items() if key in simulation}
-    kernel, simulation, exact = (inside(part, x, rows) for x in (kernel, simulation, exact))
-    return Traced(name, part, place, kernel, simulation, exact, sum(key.startswith("S_") for key in simulation))
+    return [keys, backward.of_queries(values, head, i_m, program)]
