@@ -1,6 +1,7 @@
 """Triton's interpreter, repaired: kernels on CPU tensors, in NumPy, for machines without a GPU.
 
-As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, and with NumPy 2.4 fails on `range(tensor)` (3.6).
+As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, sorts 256 numbers in a second, and with NumPy 2.4 fails on
+`range(tensor)` (3.6).
 `use_where_no_gpu` chooses interpretation for this process, before triton is imported; `repair` mends it, after.
 """
 
@@ -37,6 +38,8 @@ def repair() -> None:
     _repair_range()
     _repair_bf16_arithmetic()
     _repair_bf16_reductions()
+    _hasten_sort()
+    _hasten_helpers()
 
 
 @contextlib.contextmanager
@@ -60,6 +63,57 @@ def _repair_range() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _hasten_sort() -> None:
+    """tl.sort with NumPy's own: step by step as a GPU sorts, 256 elements take a second."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    original = tl.sort
+
+    def sort(x: Any, dim: int | None = None, descending: Any = False) -> Any:
+        if x.dtype == tl.bfloat16:
+            return original(x, dim, descending)
+        values = np.sort(x.handle.data, axis=-1 if dim is None else dim)
+        if bool(getattr(descending, "value", descending)):
+            values = np.flip(values, axis=-1 if dim is None else dim)
+        return tl.tensor(TensorHandle(values, x.handle.dtype), x.type)
+
+    tl.sort = sort
+
+
+def _hasten_helpers() -> None:
+    """Calls of one jitted function from another: each would patch triton's language anew, which takes longer than most helpers do.
+
+    The launch has patched it already, unless the helper sees the language under another name.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    @functools.cache
+    def languages(function: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+
+    def patch_lang(function: Any) -> Any:
+        if languages(function) <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(languages(function))
+        return original(function)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        patched.clear()
+        try:
+            return launch(self, *arguments, **named)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = call
 
 
 def widen_bf16(bits: Any) -> Any:

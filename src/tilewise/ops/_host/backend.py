@@ -1,7 +1,9 @@
 """Which implementation runs a call: `triton`, `cpu` or `reference`."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -48,14 +50,31 @@ def _check_triton(device: torch.device, source: str) -> None:
         raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
 
 
-@functools.cache
+_as_if: list[int] = []
+
+
+@contextlib.contextmanager
+def as_if_on(architecture: int) -> Iterator[None]:
+    """Inside, `architecture` says this one, whatever the device: for launches that are compiled and not run."""
+    _as_if.append(architecture)
+    try:
+        yield
+    finally:
+        _as_if.pop()
+
+
 def architecture(device: torch.device) -> int:
     """Compute capability as one number, 90 for an H100; raises where the GPU is older than the kernels support.
 
     Interpreted kernels take the tiles of 90, so that tests run what GPUs run.
     """
-    if device.type != "cuda":
-        return 90
+    if _as_if:
+        return _as_if[-1]
+    return _capability(device) if device.type == "cuda" else 90
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MINIMUM_CAPABILITY:
         raise RuntimeError(

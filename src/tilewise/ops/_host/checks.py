@@ -19,8 +19,11 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
-def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> list[torch.Size]:
-    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed; returns the shapes."""
+def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, layout: str = "", offsets: str = "cu_seqlens_q") -> list[torch.Size]:
+    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed; returns the shapes.
+
+    `layout` stands in messages where dense tensors lie otherwise, and `offsets` is what the packed ones' offsets are called.
+    """
     shapes = []
     rank = 3 if packed else 4
     first_name = ""
@@ -33,8 +36,8 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -
         shape = x.shape
         shapes.append(shape)
         if len(shape) != rank:
-            layout = "[N, H, D], packed, since cu_seqlens_q is given" if packed else "[B, T, H, D] (give cu_seqlens_q for packed [N, H, D])"
-            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout} (got shape {list(shape)})")
+            usual = f"[N, H, D], packed, since {offsets} is given" if packed else f"[B, T, H, D] (give {offsets} for packed [N, H, D])"
+            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout or usual} (got shape {list(shape)})")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')")
         if x.dtype != dtype:
@@ -54,16 +57,64 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
     tensors = {"q": q, "k": k, "v": v}
-    shape_q, shape_k, shape_v = check_attention_tensors(tensors, packed)
+    check_fit(tensors, check_attention_tensors(tensors, packed), packed)
+
+
+def check_fit(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size], packed: bool, heads_axis: int = -2) -> None:
+    """Heads, channels, batch and lengths of queries, keys and, where there is a third, values, in this order."""
+    shape_q, shape_k, *shapes_v = shapes
+    name_q, name_k, *names_v = tensors
     if shape_k[-1] != shape_q[-1]:
-        raise ValueError(f"k has {shape_k[-1]} channels and q has {shape_q[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
-    if shape_v[:-1] != shape_k[:-1]:
-        raise ValueError(f"v and k must agree in all but the last axis (got shapes {shapes_of(tensors)})")
+        raise ValueError(f"{name_k} has {shape_k[-1]} channels and {name_q} has {shape_q[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
+    if shapes_v and shapes_v[0][:-1] != shape_k[:-1]:
+        raise ValueError(f"{names_v[0]} and {name_k} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
     if not packed and shape_k[0] != shape_q[0]:
-        raise ValueError(f"k has batch {shape_k[0]} and q has batch {shape_q[0]}: they must be equal (got shapes {shapes_of(tensors)})")
-    heads_q, heads_k = shape_q[-2], shape_k[-2]
+        raise ValueError(f"{name_k} has batch {shape_k[0]} and {name_q} has batch {shape_q[0]}: they must be equal (got shapes {shapes_of(tensors)})")
+    heads_q, heads_k = shape_q[heads_axis], shape_k[heads_axis]
     if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
-        raise ValueError(f"k has {heads_k} heads and q has {heads_q}: q's heads must be a multiple of k's (got shapes {shapes_of(tensors)})")
+        raise ValueError(
+            f"{name_k} has {heads_k} heads and {name_q} has {heads_q}: {name_q}'s heads must be a multiple of {name_k}'s "
+            f"(got shapes {shapes_of(tensors)})"
+        )
+
+
+def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+    """A gate or a factor: q's dtype or float32, on q's device, of this shape, whose axes are called `axes`."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor {axes}")
+    if x.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"{name} is {x.dtype} and {name_q} is {q.dtype}: expected {name_q}'s dtype or float32")
+    check_place(x, name, q.device, shape, axes, name_q)
+
+
+def check_indices_tensor(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+    """Indices of blocks: int32 or int64, on q's device, of this shape, whose axes are called `axes`."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}: expected an int32 or int64 torch.Tensor {axes}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {x.dtype}: expected int32 or int64")
+    check_place(x, name, device, shape, axes, name_q)
+
+
+def check_place(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+    """Shape, whose axes are called `axes`, and q's device."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(x.shape)}: expected {axes}, here {list(shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} and {name_q} is on {device}: move it there")
+
+
+def check_index_values(indices: torch.Tensor, name: str, blocks: torch.Tensor | int, read: torch.Tensor | None = None) -> None:
+    """Each index -1 or a block of its sequence, which has `blocks` of them (broadcast to the indices), where `read` says that it counts."""
+    if not values_are_checked(indices):
+        return
+    outside = (indices < -1) | (indices >= blocks)
+    if read is not None:
+        outside &= read
+    if bool(outside.any()):
+        at = outside.nonzero()[0].tolist()
+        count = blocks if isinstance(blocks, int) else int(blocks.expand(indices.shape)[tuple(at)])
+        raise ValueError(f"{name} holds {int(indices[tuple(at)])} at {at}: expected -1 (no block) or 0 to {count - 1}, for there are {count} blocks")
 
 
 def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
@@ -124,6 +175,14 @@ def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
     if not (value >= minimum and -math.inf < value < math.inf):
         at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         raise ValueError(f"{name} is {value}: expected a finite number{at_least}")
+
+
+def check_whole(value: int, name: str, minimum: int) -> None:
+    """A whole number, not below `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, WHOLE_NUMBERS):
+        raise TypeError(f"{name} is {value!r}: expected a whole number of at least {minimum}")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}: expected a whole number of at least {minimum}")
 
 
 def check_window(window_size: tuple[int, int]) -> None:

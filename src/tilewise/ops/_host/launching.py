@@ -1,6 +1,7 @@
 """A kernel launch as a value: run it, compile it without a GPU, or audit it at sizes that no machine holds."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise import interpreter
+from tilewise.ops._host import backend
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,26 @@ class Replay:
         self._start(*values)
 
 
+_captured: list[list[Launch]] = []
+
+
+@contextlib.contextmanager
+def capture(architecture: int) -> Iterator[list[Launch]]:
+    """Inside, nothing runs: what would is collected, as for an architecture. Tensors may be on the `meta` device."""
+    collected: list[Launch] = []
+    _captured.append(collected)
+    try:
+        with backend.as_if_on(architecture):
+            yield collected
+    finally:
+        _captured.remove(collected)
+
+
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Run launches in order on `device`: compiled on a GPU, interpreted on the CPU."""
-    if device.type != "cuda":
+    if _captured:
+        _captured[-1].extend(launches)
+    elif device.type != "cuda":
         interpreter.repair()
         with interpreter.quiet():
             for launch in launches:

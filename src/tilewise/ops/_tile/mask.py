@@ -2,6 +2,9 @@
 
 Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`. A limit of None does not exist;
 causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
+
+With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes part where
+`j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
 """
 
 import triton
@@ -9,9 +12,27 @@ import triton.language as tl
 
 
 @triton.jit
-def keep(o_m, o_n, n_keys, off, left, right):
+def diagonal(n_queries, n_keys, KEY_STRIDE: tl.constexpr):
+    """`off`: where query 0 stands among the keys' positions."""
+    off = n_keys - n_queries
+    if KEY_STRIDE is not None:
+        off = 0
+    return off
+
+
+@triton.jit
+def key_position(o_n, KEY_STRIDE: tl.constexpr):
+    """Where key `o_n` stands."""
+    if KEY_STRIDE is not None:
+        o_n = o_n * KEY_STRIDE
+    return o_n
+
+
+@triton.jit
+def keep(o_m, o_n, n_keys, off, left, right, KEY_STRIDE: tl.constexpr = None):
     """True where key `o_n` takes part for query `o_m`; the two broadcast against each other."""
     m_keep = o_n < n_keys
+    o_n = key_position(o_n, KEY_STRIDE)
     if right is not None:
         m_keep = m_keep & (o_n <= o_m + (off + right))
     if left is not None:
@@ -30,16 +51,24 @@ def split_range(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def keys_before(position, KEY_STRIDE: tl.constexpr):
+    """How many keys stand before `position`: 0 or less where there is none, whichever way `//` rounds below 0."""
+    if KEY_STRIDE is not None:
+        position = (position + (KEY_STRIDE - 1)) // KEY_STRIDE
+    return position
+
+
+@triton.jit
+def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
     """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
-    off = n_keys - n_queries
+    off = diagonal(n_queries, n_keys, KEY_STRIDE)
     low = 0
     full_low = 0
     high = n_keys
     full_high = n_keys
     if right is not None:
-        high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)
-        full_high = tl.minimum(n_keys, i_m + 1 + off + right)
+        high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M + off + right, KEY_STRIDE))
+        full_high = tl.minimum(n_keys, keys_before(i_m + 1 + off + right, KEY_STRIDE))
     if left is not None:
         low = i_m + off - left
         full_low = i_m + BLOCK_M - 1 + off - left
@@ -47,16 +76,20 @@ def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def query_range(i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_range(i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
     """The query tiles that reach key tile `i_n`, likewise. A tile that runs past the last query counts as whole: those rows are zero."""
-    off = n_keys - n_queries
+    off = diagonal(n_queries, n_keys, KEY_STRIDE)
     low = 0
     full_low = 0
     high = n_queries
     full_high = n_queries
     if right is not None:
-        low = i_n - off - right
-        full_low = i_n + BLOCK_N - 1 - off - right
+        low = key_position(i_n, KEY_STRIDE) - off - right
+        last = i_n + BLOCK_N - 1
+        if KEY_STRIDE is not None:
+            # Keys past the end stand far beyond the queries: they would leave no whole tile, and what is made of them is not stored.
+            last = tl.minimum(last, n_keys - 1)
+        full_low = key_position(last, KEY_STRIDE) - off - right
     if left is not None:
         high = tl.minimum(n_queries, i_n + BLOCK_N - off + left)
         full_high = tl.maximum(tl.minimum(n_queries, i_n + 1 - off + left), 0) // BLOCK_M * BLOCK_M

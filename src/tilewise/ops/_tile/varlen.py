@@ -66,3 +66,30 @@ def other_side(p_cu, i_b, n_tokens, i_row, n_rows):
         n_tokens = tl.where(i_row < n_rows, n_tokens, 0)
         i_b = 0
     return i_b, start, n_tokens
+
+
+@triton.jit
+def locate_slot(i_slot, p_cu, n_batch, n_tokens, BLOCK: tl.constexpr):
+    """Sequence, which of its tiles, its first token of all and its length, for tile slot `i_slot` of all sequences together.
+
+    The order is that of tokens. Dense sequences of n_tokens have as many slots as tiles; packed ones as `find_tile` says.
+    """
+    if p_cu is None:
+        per_sequence = tl.cdiv(n_tokens, BLOCK)
+        i_b = i_slot // per_sequence
+        i_tile = i_slot % per_sequence
+        start = i_b * n_tokens
+    else:
+        i_b, i_tile = find_tile(p_cu, i_slot, n_batch, n_tokens, BLOCK)
+        start, n_tokens = sequence_bounds(p_cu, i_b, n_tokens)
+    return i_b, i_tile, start, n_tokens
+
+
+@triton.jit
+def first_slot(i_b, p_cu, n_tokens, BLOCK: tl.constexpr):
+    """The slot of sequence `i_b`'s first tile."""
+    if p_cu is None:
+        slot = i_b * tl.cdiv(n_tokens, BLOCK)
+    else:
+        slot = load_offset(p_cu, i_b, n_tokens) // BLOCK + i_b
+    return slot
