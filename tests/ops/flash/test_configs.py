@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tilewise.ops.flash.configs import SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, family
+from tilewise.ops.flash.configs import ENOUGH_PROGRAMS, LEAST_STEPS, SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, divide_group, family
 
 KERNELS = ("fwd", "dkdv", "dq")
 
@@ -53,3 +53,33 @@ def test_hopper_reads_through_descriptors_where_it_can():
 def test_short_sequences_take_smaller_tiles_and_tiny_ones_no_descriptors():
     assert choose("fwd", Problem(128, 128, 2048, 2, True), 90) == Config(64, 64, 4, 3, tma=True)
     assert not choose("fwd", Problem(128, 128, 200, 2, True), 90).tma
+
+
+@pytest.mark.parametrize(
+    ("programs", "group", "steps", "parts"),
+    [
+        (256, 16, 1024, 8),  # 65,536 tokens, 4 key heads, a compressed key every 16 tokens
+        (ENOUGH_PROGRAMS, 16, 1024, 1),
+        (ENOUGH_PROGRAMS - 1, 16, 1024, 2),
+        (ENOUGH_PROGRAMS // 2, 12, 1024, 2),
+        (ENOUGH_PROGRAMS // 5, 12, 1024, 6),
+        (1, 16, 1024, 16),
+        (1, 7, 1024, 7),
+        (1, 1, 1024, 1),
+        (0, 4, 1024, 4),
+        (1, 16, 1, 1),
+        (1, 16, LEAST_STEPS // 2, 8),
+        (1, 16, LEAST_STEPS // 8, 2),
+        (0, 4, 0, 1),
+    ],
+)
+def test_a_group_is_divided_where_key_tiles_are_few(programs, group, steps, parts):
+    assert divide_group(programs, group, steps) == parts
+
+
+def test_parts_divide_the_group():
+    for programs, group, steps in itertools.product((0, 1, 9, 100, 500, 2000), range(1, 33), (0, 1, 8, 100)):
+        parts = divide_group(programs, group, steps)
+        assert group % parts == 0
+        assert parts == 1 or group // parts * steps >= LEAST_STEPS
+        assert parts == 1 or programs * max(n for n in range(1, parts) if group % n == 0) < ENOUGH_PROGRAMS, "no more than are needed"

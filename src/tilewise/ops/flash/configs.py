@@ -16,13 +16,14 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, and whether tiles come through tensor descriptors."""
+    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the parts of a group in dK/dV."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
+    parts: int = 1
 
 
 class Problem(NamedTuple):
@@ -108,3 +109,18 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
         candidates = (SHORT[key][width], *candidates)
     descriptors = problem.descriptors and problem.keys > TINY_KEYS
     return next(config for config in candidates if descriptors or not config.tma)
+
+
+# Programs of dK/dV that fill a large GPU several times over, so that long and short ones even out: 8 for each of an H200's 132 processors.
+ENOUGH_PROGRAMS = 132 * 8
+# Query tiles that a part must have to loop over: a shorter loop costs less than adding parts up.
+LEAST_STEPS = 64
+
+
+def divide_group(programs: int, group: int, steps: int) -> int:
+    """Into how many parts dK/dV divides a key head's `group` of query heads, each with `steps` query tiles: a divisor of `group`.
+
+    The fewest that make ENOUGH_PROGRAMS of `programs`, which one part would have; fewer than that where a part would be left too little to do.
+    """
+    allowed = [parts for parts in range(1, group + 1) if group % parts == 0 and (parts == 1 or group // parts * steps >= LEAST_STEPS)]
+    return next((parts for parts in allowed if programs * parts >= ENOUGH_PROGRAMS), allowed[-1])

@@ -1,9 +1,9 @@
 """Flash attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
 
 Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of its group's heads
-(4 products: Sᵀ, dV, dPᵀ, dK); `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one pass with dQ summed
-in memory would do five: the price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly, so that no result of a
-product has to be transposed.
+(4 products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the heads are divided into parts with a program each, and the launcher adds them up.
+`dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one pass with dQ summed in memory would do five: the
+price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
 
 In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf and so p = 0.
 """
@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import keep, key_range, query_range
+from tilewise.ops._tile.mask import diagonal, keep, key_range, query_range
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
-# Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors) nor group (of 1 it needs no loop): dK/dV is short of registers.
+# Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors), group (of 1 it needs no loop) nor parts (of 1, no division):
+# dK/dV is short of registers.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "n_keys", "left", "right")
 
 
@@ -53,7 +54,7 @@ def flash_bwd_prepare_kernel(
 def flash_bwd_dkdv_step(
     acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One query tile's part of dK and dV."""
     o_m = i_m + tl.arange(0, BLOCK_M)
@@ -69,7 +70,7 @@ def flash_bwd_dkdv_step(
     b_pT = tl.exp2(b_sT * scale_log2 - b_lse[None, :])
     if MASKED:
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_pT = tl.where(keep(o_m[None, :], o_n[:, None], Tk, off, left, right), b_pT, 0.0)
+        b_pT = tl.where(keep(o_m[None, :], o_n[:, None], Tk, off, left, right, KEY_STRIDE), b_pT, 0.0)
     # [M, DV]
     b_do = load_rows(do_rows, i_m, DV, BLOCK_M, BLOCK_DV, TMA)
     tap(taps, i_step, 2, b_pT)
@@ -92,22 +93,23 @@ def flash_bwd_dkdv_step(
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dkdv_kernel(
     q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q, cu_k, n_batch, n_tiles,
-    n_heads_k, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
+    n_heads_k, group, parts, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Grid: key tiles x key heads x batch, in one axis.
-    # Owns: BLOCK_N keys of one key head.
-    # Loops over: the query heads of its group, and the query tiles that reach it.
-    # Writes: its rows of dk and dv.
+    # Grid: key tiles x key heads · parts x batch, in one axis.
+    # Owns: BLOCK_N keys of one key head, for one part of its group: `group` query heads.
+    # Loops over: those heads, and the query tiles that reach it.
+    # Writes: its rows of dk and dv, which have a head for each part.
     i_b, i_hk, i_n, start_k, Tk = locate_tile(tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N)
     i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_b, i_hk, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
-    b_v = load_rows((v, v_strides, i_b, i_hk, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
+    b_k = load_rows((k, k_strides, i_b, i_hk // parts, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
+    b_v = load_rows((v, v_strides, i_b, i_hk // parts, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N)
+    off = diagonal(Tq, Tk, KEY_STRIDE)
+    ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for i_h in range(i_hk * group, i_hk * group + group):
         q_rows = (q, q_strides, i_b, i_h, start_q, Tq)
         do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
@@ -116,8 +118,8 @@ def flash_bwd_dkdv_kernel(
             if PART == 1 or (PART == 0 and right is not None) or (PART == 2 and left is not None):
                 for i_m in range(ends[PART], ends[PART + 1], BLOCK_M):
                     acc_dk, acc_dv = flash_bwd_dkdv_step(
-                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, Tk, Tk - Tq, left, right,
-                        scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, Tk, off, left, right,
+                        scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
                     )  # fmt: skip
     store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
     store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
@@ -127,7 +129,7 @@ def flash_bwd_dkdv_kernel(
 def flash_bwd_dq_step(
     acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile's part of dQ."""
     # [N, D]
@@ -147,7 +149,7 @@ def flash_bwd_dq_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right), b_p, 0.0)
+        b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, KEY_STRIDE), b_p, 0.0)
     b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_s, score_scale)
     tap(taps, i_n // BLOCK_N, 4, b_p)
     tap(taps, i_n // BLOCK_N, 5, b_ds)
@@ -163,7 +165,7 @@ def flash_bwd_dq_kernel(
     q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch, n_tiles,
     n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
@@ -181,12 +183,13 @@ def flash_bwd_dq_kernel(
     b_lse = tl.load(lse_log2 + o_row, mask=o_m < Tq, other=float("inf"))
     b_delta = tl.load(delta + o_row, mask=o_m < Tq, other=0.0)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N)
+    off = diagonal(Tq, Tk, KEY_STRIDE)
+    ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for PART in tl.static_range(3):
         if PART != 0 or left is not None:
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc_dq = flash_bwd_dq_step(
-                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, Tk - Tq, left, right, scale_log2, score_scale, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
                 )  # fmt: skip
     store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)

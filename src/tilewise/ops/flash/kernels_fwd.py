@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import keep, key_range
+from tilewise.ops._tile.mask import diagonal, keep, key_range
 from tilewise.ops._tile.softmax import cap_scores, online_softmax_step, softmax_finish
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
@@ -22,7 +22,7 @@ SIZES = ("n_batch", "n_tiles", "n_heads", "group", "n_queries", "n_keys", "left"
 def flash_fwd_step(
     b_q, acc, m, l, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, online softmax, sum with the values."""
     # [N, D]
@@ -35,7 +35,7 @@ def flash_fwd_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_s = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right), b_s, float("-inf"))
+        b_s = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, KEY_STRIDE), b_s, float("-inf"))
     b_p, m, l, rescale = online_softmax_step(b_s, m, l, scale_log2, MASKED)
     tap(taps, i_n // BLOCK_N, 3, m)
     tap(taps, i_n // BLOCK_N, 4, l)
@@ -56,7 +56,7 @@ def flash_fwd_kernel(
     q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, cu_q, cu_k, n_batch, n_tiles, n_heads, group, n_queries, n_keys,
     scale_log2, score_scale, left, right, taps,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIGN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_STRIDE: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
@@ -75,13 +75,14 @@ def flash_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N)
+    off = diagonal(Tq, Tk, KEY_STRIDE)
+    ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for PART in tl.static_range(3):
         if PART != 0 or left is not None:
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc, m, l = flash_fwd_step(
-                    b_q, acc, m, l, k_rows, v_rows, i_m, i_n, Tk - Tq, left, right, scale_log2, score_scale, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, TMA, PRECISION, PART != 1,
+                    b_q, acc, m, l, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
                 )  # fmt: skip
     b_o, b_lse = softmax_finish(acc, m, l)
     store_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, b_o, DV, BLOCK_M, BLOCK_DV)

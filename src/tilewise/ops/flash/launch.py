@@ -20,7 +20,10 @@ Taps = tuple[torch.Tensor, int, int, int]
 
 
 class Inputs(NamedTuple):
-    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0), softcap 0 for none."""
+    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0), softcap 0 for none.
+
+    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None then, and right may be < 0.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,11 +34,17 @@ class Inputs(NamedTuple):
     right: int | None
     scale: float
     softcap: float
+    key_stride: int | None = None
 
     @property
     def heads(self) -> int:
         """Rows of the grid beside its tiles: query heads, of every batch entry where dense."""
         return self.q.shape[-2] * (self.q.shape[0] if self.cu_q is None else 1)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.q.shape[-2] // self.k.shape[-2]
 
     def problem(self, *gradients: torch.Tensor) -> configs.Problem:
         """What decides the tiles of a kernel that reads q, k, v and `gradients`."""
@@ -72,6 +81,7 @@ def _constants(
     right: int | None,
     scale: float,
     softcap: float,
+    key_stride: int | None,
     config: Config,
 ) -> dict[str, Any]:
     """The arguments that follow from metadata alone, for every kernel that walks tiles; kept, for building them takes as long as a launch."""
@@ -93,6 +103,7 @@ def _constants(
         "BLOCK_DV": block_dv,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "KEY_STRIDE": key_stride,
         "TMA": config.tma,
         "PRECISION": "tf32x3" if fp32 else "ieee",
         "num_warps": config.num_warps,
@@ -195,9 +206,10 @@ def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = No
     return o, lse
 
 
-def _prepare_launch(
+def prepare_launch(
     inputs: Inputs, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor, lse_log2: torch.Tensor
 ) -> Launch:
+    """Fills delta and lse_log2, which every kernel of a backward reads."""
     n_tiles = tile_slots(inputs.q.shape[-3], PREPARE_ROWS, inputs.cu_q)
     dlse_strides = None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride()
     arguments = {
@@ -234,7 +246,10 @@ def backward_launches(
     config_dq: Config,
     taps: tuple[Taps | None, Taps | None] = (None, None),
 ) -> list[Launch]:
-    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps` for the last two kernels."""
+    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps` for the last two kernels.
+
+    Where config_dkdv divides a group into parts, dk and dv have a head for each part: see `_add_parts`.
+    """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -246,26 +261,44 @@ def backward_launches(
         "dk_strides": row_strides(dk.stride()),
         "dv_strides": row_strides(dv.stride()),
         "n_tiles": tiles_k,
-        "n_heads_k": k.shape[-2],
+        "n_heads_k": k.shape[-2] * config_dkdv.parts,
+        "group": inputs.group // config_dkdv.parts,
+        "parts": config_dkdv.parts,
         "taps": taps[0],
     }
     tiles_q = tile_slots(q.shape[-3], config_dq.block_m, inputs.cu_q)
     dq_only = {"dq": dq, "dq_strides": row_strides(dq.stride()), "n_tiles": tiles_q, "n_heads": q.shape[-2], "taps": taps[1]}
-    group = q.shape[-2] // k.shape[-2]
     return [
-        _prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
+        prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
         Launch(
             flash_bwd_dkdv_kernel,
-            tiles_k * (inputs.heads // group),
+            tiles_k * (inputs.heads // inputs.group) * config_dkdv.parts,
             _arguments(inputs, config_dkdv) | _incoming(inputs, do, config_dkdv) | shared | dkdv,
         ),
         Launch(flash_bwd_dq_kernel, tiles_q * inputs.heads, _arguments(inputs, config_dq) | _incoming(inputs, do, config_dq) | shared | dq_only),
     ]
 
 
-def _empty(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory for a gradient, whatever the strides of what it belongs to."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _choose_dkdv(inputs: Inputs, problem: configs.Problem) -> Config:
+    """The tiles of dK and dV, and into how many parts a group is divided."""
+    config = configs.choose("dkdv", problem, architecture(inputs.q.device))
+    programs = tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k) * inputs.heads // inputs.group
+    # Packed sequences share the queries: of their lengths only the mean is known here.
+    sequences = 1 if inputs.cu_q is None else max(1, batch_size(inputs.q, inputs.cu_q))
+    steps = -(-inputs.q.shape[-3] // (sequences * config.block_m))
+    return config._replace(parts=configs.divide_group(programs, inputs.group, steps))
+
+
+def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's parts side by side in fp32."""
+    if parts == 1:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty((*x.shape[:-2], x.shape[-2] * parts, x.shape[-1]), dtype=torch.float32, device=x.device)
+
+
+def _add_parts(gradient: torch.Tensor, parts: int, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient that `_empty` made room for, from its parts, added in a fixed order."""
+    return gradient if parts == 1 else gradient.unflatten(-2, (-1, parts)).sum(-2).to(dtype)
 
 
 def backward(
@@ -281,10 +314,13 @@ def backward(
     """dq, dk and dv in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
     if do.stride(-1) != 1:
         do = do.contiguous()
-    gradients = _empty(inputs.q), _empty(inputs.k), _empty(inputs.v)
-    if inputs.heads:
-        problem, arch = inputs.problem(do), architecture(inputs.q.device)
-        config_dkdv = config_dkdv or configs.choose("dkdv", problem, arch)
-        config_dq = config_dq or configs.choose("dq", problem, arch)
-        run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps), inputs.q.device)
-    return gradients
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not inputs.heads:
+        return _empty(q), _empty(k), _empty(v)
+    problem = inputs.problem(do)
+    config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)
+    config_dq = config_dq or configs.choose("dq", problem, architecture(q.device))
+    parts = config_dkdv.parts
+    gradients = _empty(q), _empty(k, parts), _empty(v, parts)
+    run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps), q.device)
+    return gradients[0], _add_parts(gradients[1], parts, k.dtype), _add_parts(gradients[2], parts, v.dtype)

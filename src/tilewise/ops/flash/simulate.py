@@ -28,12 +28,20 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed: window limits None for none (causal is right = 0), softcap 0 for none."""
+    """What is computed: window limits None for none (causal is right = 0), softcap 0 for none.
+
+    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None then, and right may be < 0.
+    """
 
     scale: float
     left: int | None = None
     right: int | None = None
     softcap: float = 0.0
+    key_stride: int | None = None
+
+    def diagonal(self, queries: int, keys: int) -> int:
+        """Where query 0 stands among the keys' positions."""
+        return keys - queries if self.key_stride is None else 0
 
 
 def state_dtype(x: torch.Tensor) -> torch.dtype:
@@ -54,11 +62,11 @@ def dot(a: torch.Tensor, b: torch.Tensor, state: torch.dtype) -> torch.Tensor:
 
 def keep(i_m: int, i_n: int, queries: int, keys: int, tiling: Tiling, options: Options, device: torch.device) -> torch.Tensor:
     """[M, N], True where the key takes part for the query."""
-    position = i_m + torch.arange(tiling.block_m, device=device)[:, None] + (keys - queries)
+    position = i_m + torch.arange(tiling.block_m, device=device)[:, None] + options.diagonal(queries, keys)
     key = i_n + torch.arange(tiling.block_n, device=device)[None, :]
     kept = (key < keys).expand(tiling.block_m, -1)
     if options.right is not None:
-        kept = kept & (key <= position + options.right)
+        kept = kept & (key * (options.key_stride or 1) <= position + options.right)
     if options.left is not None:
         kept = kept & (key >= position - options.left)
     return kept
@@ -66,19 +74,26 @@ def keep(i_m: int, i_n: int, queries: int, keys: int, tiling: Tiling, options: O
 
 def key_blocks(i_m: int, queries: int, keys: int, tiling: Tiling, options: Options) -> list[int]:
     """First keys of the tiles that query tile `i_m` reaches, in the order in which they are walked."""
-    off = keys - queries
-    low = 0 if options.left is None else max(0, i_m + off - options.left)
-    high = keys if options.right is None else max(0, min(keys, i_m + tiling.block_m + off + options.right))
-    blocks = list(range(low // tiling.block_n * tiling.block_n, high, tiling.block_n)) if low < high else []
+    off = options.diagonal(queries, keys)
+    low, high = 0, keys
+    if options.right is not None:
+        # Keys that stand before what the last query sees no more, rounded up.
+        high = max(0, min(keys, -(-(i_m + tiling.block_m + off + options.right) // (options.key_stride or 1))))
+    if options.left is not None:
+        low = min(max(0, i_m + off - options.left), high)
+    blocks = list(range(low // tiling.block_n * tiling.block_n, high, tiling.block_n))
     return blocks[::-1] if tiling.reverse else blocks
 
 
 def query_blocks(i_n: int, queries: int, keys: int, tiling: Tiling, options: Options) -> list[int]:
     """First queries of the tiles that reach key tile `i_n`."""
-    off = keys - queries
-    low = 0 if options.right is None else max(0, i_n - off - options.right)
-    high = queries if options.left is None else max(0, min(queries, i_n + tiling.block_n - off + options.left))
-    return list(range(low // tiling.block_m * tiling.block_m, high, tiling.block_m)) if low < high else []
+    off = options.diagonal(queries, keys)
+    low, high = 0, queries
+    if options.left is not None:
+        high = max(0, min(queries, i_n + tiling.block_n - off + options.left))
+    if options.right is not None:
+        low = min(max(0, i_n * (options.key_stride or 1) - off - options.right), high)
+    return list(range(low // tiling.block_m * tiling.block_m, high, tiling.block_m))
 
 
 def _exponential(tiling: Tiling, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +217,7 @@ def backward_dkdv(
     tiling: Tiling,
     options: Options,
 ) -> Iterator[Named]:
-    """Key tile `i_n` of one key head, for its group's query heads: q [G, Tq, D], do [G, Tq, Dv], lse_log2 and delta [G, Tq].
+    """Key tile `i_n` of one key head, for its group's query heads or one part of them: q [G, Tq, D], do [G, Tq, Dv], lse_log2 and delta [G, Tq].
 
     K, V; for each head and query tile, counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and dV_final. Scores and
     their like are [M, N] here, and transposed in the kernel.

@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "diagonal-unmasked", "tiles on the diagonal count as whole", "_tile.mask",
-        "full_high = tl.minimum(n_keys, i_m + 1 + off + right)", "full_high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)",
+        "full_high = tl.minimum(n_keys, keys_before(i_m + 1", "full_high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M",
     ),
     Mutant("wrong-kv-head", "query heads take key heads in turn", "flash.kernels_fwd", "i_h // group", "i_h % (n_heads // group)"),
     Mutant("wrong-kv-head-dq", "the same, in dQ alone", "flash.kernels_bwd", "i_h // group", "i_h % (n_heads // group)"),
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
     Mutant("group-sum-lost", "dK and dV of one query head of the group alone", "flash.kernels_bwd", "i_hk * group + group)", "i_hk * group + 1)"),
-    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "left, right), b_pT, 0.0)", "left, right), b_pT, b_pT)"),
+    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "KEY_STRIDE), b_pT, 0.0)", "KEY_STRIDE), b_pT, b_pT)"),
     Mutant("packed-start", "every sequence starts at token 0", "_tile.varlen", "start, n_rows = sequence_bounds", "_, n_rows = sequence_bounds"),
     Mutant("store-past-end", "one row past the last is written", "_tile.load", "< rows[5])[:, None]", "<= rows[5])[:, None]"),
 )  # fmt: skip
