@@ -9,11 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.api import flash_attention
+    from tilewise.ops.nsa.api import compressed_attention, native_sparse_attention, select_blocks, selected_attention
+    from tilewise.ops.nsa.attend import native_sparse_attend
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "flash_attention"]
+__all__ = [
+    "__version__",
+    "compressed_attention",
+    "flash_attention",
+    "native_sparse_attend",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+]
 
-_HOME = {"flash_attention": "tilewise.ops.flash.api"}
+_HOME = {
+    "compressed_attention": "tilewise.ops.nsa.api",
+    "flash_attention": "tilewise.ops.flash.api",
+    "native_sparse_attend": "tilewise.ops.nsa.attend",
+    "native_sparse_attention": "tilewise.ops.nsa.api",
+    "select_blocks": "tilewise.ops.nsa.api",
+    "selected_attention": "tilewise.ops.nsa.api",
+}
 
 
 def __getattr__(name: str) -> Any:

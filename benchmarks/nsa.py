@@ -1,0 +1,212 @@
+"""Times native sparse attention, its selected branch and its parts, beside dense attention (cuDNN through torch), in one run.
+
+python benchmarks/nsa.py --json benchmarks/results/nsa-h200.json
+"""
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise
+from tilewise.ops.flash import launch as flash
+from tilewise.ops.nsa import launch
+from tilewise.ops.nsa.sizes import Sizes
+
+CHANNELS, BLOCK, COUNT, WINDOW = 128, 64, 16, 512
+SIZES = Sizes(compress_size=32, compress_stride=16, block_size=BLOCK, block_count=COUNT, init_blocks=1, local_blocks=2)
+# (tokens, query heads, key heads, patterns) of the selected branch alone.
+SELECTED = ((65536, 64, 4, ("random", "smooth")), (65536, 16, 4, ("random", "smooth")), (16384, 16, 16, ("random",)))
+# Lengths of the whole, with 64 query and 4 key heads.
+LENGTHS = (4096, 8192, 16384, 32768, 65536)
+HEADS, KEY_HEADS = 64, 4
+ROUNDS = 3
+
+
+def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median of each call, the calls taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+
+
+def tensors(tokens: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and the output's gradient."""
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, tokens, h, CHANNELS, device="cuda", dtype=torch.bfloat16) for h in (heads, key_heads, key_heads, heads))
+
+
+def pattern(tokens: int, key_heads: int, kind: str) -> torch.Tensor:
+    """Blocks as tokens might choose them: `random`, each on its own; `smooth`, neighbours alike (they share three in four), as trained models do.
+
+    The first block and the token's own are always among them.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    blocks, knot = tokens // BLOCK, 64
+    token = torch.arange(tokens, device="cuda")
+    own = token // BLOCK
+    chosen = []
+    for _ in range(key_heads):
+        if kind == "random":
+            scores = torch.rand(tokens, blocks, device="cuda", generator=generator)
+        else:
+            knots = torch.randn(tokens // knot + 2, blocks, device="cuda", generator=generator)
+            share = (token % knot / knot)[:, None]
+            scores = knots[token // knot] * (1 - share) + knots[token // knot + 1] * share
+            scores += 0.15 * torch.randn(tokens, blocks, device="cuda", generator=generator)
+        scores.masked_fill_(torch.arange(blocks, device="cuda") > own[:, None], -torch.inf)
+        scores[:, 0] = 1e8
+        scores.scatter_(1, own[:, None], 2e8)
+        best, order = scores.topk(COUNT)
+        order = order.masked_fill(best == -torch.inf, blocks).sort(-1).values
+        chosen.append(order.masked_fill(order == blocks, -1).to(torch.int32))
+    return torch.stack(chosen, 1)[None].contiguous()
+
+
+def dense_calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Dense causal attention through cuDNN, forward and backward."""
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    o = attend()
+    gradient = do.transpose(1, 2)
+    return {"dense forward": attend, "dense backward": lambda: torch.autograd.grad(o, leaves, gradient, retain_graph=True)}
+
+
+def selected_row(tokens: int, heads: int, key_heads: int, kind: str) -> dict[str, object]:
+    """The selected branch alone, index work included, beside dense attention over the same tensors."""
+    q, k, v, do = tensors(tokens, heads, key_heads)
+    indices, scale = pattern(tokens, key_heads, kind), CHANNELS**-0.5
+    o, lse = launch.selected_forward(q, k, v, indices, None, BLOCK, scale)
+    calls = dense_calls(q, k, v, do) | {
+        "forward": lambda: launch.selected_forward(q, k, v, indices, None, BLOCK, scale),
+        "backward": lambda: launch.selected_backward(q, k, v, indices, o, lse, do, None, None, BLOCK, scale),
+    }
+    return {"tokens": tokens, "heads": heads, "key_heads": key_heads, "pattern": kind, "milliseconds": milliseconds(calls)}
+
+
+def whole_row(tokens: int) -> dict[str, object]:
+    """All of native sparse attention with random inputs: public function, autograd, all three gates."""
+    q, k, v, do = tensors(tokens, HEADS, KEY_HEADS)
+    calls = dense_calls(q, k, v, do)
+    gates = {name: torch.rand(1, tokens, HEADS, device="cuda", dtype=torch.bfloat16, requires_grad=True) for name in ("g_cmp", "g_slc", "g_swa")}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def attend() -> torch.Tensor:
+        return tilewise.native_sparse_attention(*leaves, **gates, block_size=BLOCK, block_count=COUNT, window_size=WINDOW)
+
+    o = attend()
+    wanted = [*leaves, *gates.values()]
+    calls |= {"forward": attend, "backward": lambda: torch.autograd.grad(o, wanted, do, retain_graph=True)}
+    return {"tokens": tokens, "heads": HEADS, "key_heads": KEY_HEADS, "milliseconds": milliseconds(calls)} | memory(attend, wanted, do)
+
+
+def memory(attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: torch.Tensor) -> dict[str, float]:
+    """GB at the peak beyond inputs, outputs, gradients and what is kept for the backward."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    o = attend()
+    torch.cuda.synchronize()
+    forward = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = torch.autograd.grad(o, wanted, do, retain_graph=True)
+    torch.cuda.synchronize()
+    backward = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del gradients
+    return {"forward_gb": round(forward / 1e9, 2), "backward_gb": round(backward / 1e9, 2)}
+
+
+def part_rows(tokens: int) -> dict[str, float]:
+    """Milliseconds of each part of the forward and the backward, at one length."""
+    q, k, v, do = tensors(tokens, HEADS, KEY_HEADS)
+    scale, compression = CHANNELS**-0.5, (SIZES.compress_size, SIZES.compress_stride)
+    k_cmp, v_cmp = (launch.compress(x, None, None, *compression) for x in (k, v))
+    o, lse = launch.compressed_forward(q, k_cmp, v_cmp, None, None, *compression, scale)
+    indices = launch.choose(q, k_cmp, lse, None, None, SIZES, scale)
+    o_slc, lse_slc = launch.selected_forward(q, k, v, indices, None, BLOCK, scale)
+    near = flash.make_inputs(q, k, v, None, None, True, WINDOW - 1, 0, scale, 0.0)
+    o_swa, lse_swa = flash.forward(near)
+    gate = torch.rand(1, tokens, HEADS, device="cuda", dtype=torch.bfloat16)
+    return milliseconds(
+        {
+            "compress": lambda: launch.compress(k, None, None, *compression),
+            "compressed forward": lambda: launch.compressed_forward(q, k_cmp, v_cmp, None, None, *compression, scale),
+            "choice": lambda: launch.choose(q, k_cmp, lse, None, None, SIZES, scale),
+            "selected forward": lambda: launch.selected_forward(q, k, v, indices, None, BLOCK, scale),
+            "window forward": lambda: flash.forward(near),
+            "combine": lambda: launch.combine([o, o_slc, o_swa], [gate, gate, gate]),
+            "compressed backward": lambda: launch.compressed_backward(q, k_cmp, v_cmp, o, lse, do, None, None, None, *compression, scale),
+            "selected backward": lambda: launch.selected_backward(q, k, v, indices, o_slc, lse_slc, do, None, None, BLOCK, scale),
+            "window backward": lambda: flash.backward(near, o_swa, lse_swa, do, None),
+            "combine backward, one branch": lambda: launch.combine_backward(do, o, gate),
+        }
+    )
+
+
+def overtakes(rows: list[dict], direction: str) -> float | None:
+    """The length from which native sparse attention beats dense, between measured ones on log axes; None where it never does."""
+    ratios = [(row["tokens"], row["milliseconds"][f"dense {direction}"] / row["milliseconds"][direction]) for row in rows]
+    if ratios[0][1] >= 1:
+        return ratios[0][0]
+    for (short, before), (long, after) in itertools.pairwise(ratios):
+        if before < 1 <= after:
+            share = -math.log(before) / (math.log(after) - math.log(before))
+            return round(short * (long / short) ** share)
+    return None
+
+
+def main() -> None:
+    """Print tables, and save the figures as JSON on request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    selected = []
+    for tokens, heads, key_heads, kinds in SELECTED:
+        for kind in kinds:
+            selected.append(selected_row(tokens, heads, key_heads, kind))
+            print(f"selected T {tokens}, {heads} and {key_heads} heads, {kind}: {selected[-1]['milliseconds']}", flush=True)
+            torch.cuda.empty_cache()
+    parts = part_rows(LENGTHS[-1])
+    print(f"parts at T {LENGTHS[-1]}: {parts}", flush=True)
+    torch.cuda.empty_cache()
+    whole = []
+    for tokens in LENGTHS:
+        whole.append(whole_row(tokens))
+        print(f"whole T {tokens}: {whole[-1]}", flush=True)
+        torch.cuda.empty_cache()
+    beats = {direction: overtakes(whole, direction) for direction in ("forward", "backward")}
+    print(f"beats dense from T = {beats['forward']} forward, {beats['backward']} backward")
+    environment = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "tilewise": tilewise.__version__,
+        "command": "python benchmarks/nsa.py",
+    }
+    if arguments.json:
+        result = {"environment": environment, "unit": "ms, bf16", "selected": selected, "parts": parts, "whole": whole, "beats_dense_from": beats}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

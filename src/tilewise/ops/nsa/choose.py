@@ -1,0 +1,95 @@
+"""The choice of blocks: launches of scores and of the best of them, in chunks of tokens. Plain tensors in and out."""
+
+import torch
+import triton
+
+from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.flash.launch import LOG2E
+from tilewise.ops.nsa import configs
+from tilewise.ops.nsa.kernels_choose import nsa_choose_best_kernel, nsa_choose_scores_kernel
+from tilewise.ops.nsa.sizes import Sizes
+
+# Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and blocks of one token at most.
+HELD = 1024
+MOST_BLOCKS = 2048
+
+
+def choose(
+    q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, sizes: Sizes, scale: float
+) -> torch.Tensor:
+    """The blocks of every token and key head, int32 [..., T, Hk, block_count], from the queries, the windows and the LSE over them."""
+    tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
+    indices = torch.empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32, device=q.device)
+    if indices.numel() == 0:
+        return indices
+    config = configs.choose("scores", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
+    in_block = sizes.block_size // sizes.compress_stride
+    planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
+    # The longest sequence of a packed batch has at most all tokens.
+    n_blocks = -(-tokens // sizes.block_size)
+    width = triton.next_power_of_2(n_blocks)
+    block = min(max(width, 16), MOST_BLOCKS)
+    tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
+    most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
+    buffer = torch.empty(most * config.block_m * heads_k * planes * n_blocks, dtype=torch.float32, device=q.device)
+    windows_p = triton.next_power_of_2(in_block)
+    tma = config.tma and fits_descriptor(q)
+    shared = {
+        "planes": buffer,
+        "cu": cu,
+        "n_batch": batch_size(q, cu),
+        "n_tokens": tokens,
+        "n_heads_k": heads_k,
+        "n_blocks": n_blocks,
+        "BLOCK_M": config.block_m,
+        "PLANES": planes,
+        "enable_fp_fusion": True,
+    }
+    scores = {
+        "q": descriptor(q, config.block_m, padded_channels(q.shape[-1])) if tma else q,
+        "k_cmp": k_cmp,
+        "lse": lse,
+        "q_strides": None if tma else row_strides(q.stride()),
+        "k_strides": row_strides(k_cmp.stride()),
+        "windows": windows,
+        "group": q.shape[-2] // heads_k,
+        "n_windows": k_cmp.shape[-3],
+        "scale_log2": scale * LOG2E,
+        "D": q.shape[-1],
+        "BLOCK_D": padded_channels(q.shape[-1]),
+        "BLOCK_N": max(config.block_n, windows_p),
+        "SIZE": sizes.compress_size,
+        "STRIDE": sizes.compress_stride,
+        "WINDOWS": in_block,
+        "WINDOWS_P": windows_p,
+        "TMA": tma,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    rows = min(config.block_m, max(1, HELD // block))
+    best = {
+        "indices": indices,
+        "BLOCK_SIZE": sizes.block_size,
+        "COUNT": sizes.block_count,
+        "COUNT_P": triton.next_power_of_2(sizes.block_count),
+        "INIT": sizes.init_blocks,
+        "LOCAL": sizes.local_blocks,
+        "BLOCK_R": rows,
+        "BLOCK": block,
+        "WHOLE": n_blocks <= block,
+        "num_warps": 1,
+    }
+    for first in range(0, tiles, most):
+        count = min(most, tiles - first)
+        chunk = shared | {"first_tile": first}
+        run_all(
+            [
+                Launch(nsa_choose_scores_kernel, count * heads_k, chunk | scores | {"n_tiles": count}),
+                Launch(nsa_choose_best_kernel, count * config.block_m // rows * heads_k, chunk | best | {"n_rows": count * config.block_m}),
+            ],
+            q.device,
+        )
+    return indices

@@ -1,0 +1,98 @@
+"""Tile shapes of the NSA kernels, as data, and the pure functions that pick them; the rule that chooses between loop orders.
+
+Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+from tilewise.ops.flash.configs import Family, family
+
+Kernel = Literal["lists_fwd", "lists_bwd", "union_fwd", "union_dq", "scores"]
+
+# Bytes of results by entry that one chunk of tokens may leave in memory, and of counts by block and tile.
+PARTIAL_BYTES = 2048 << 20
+COUNT_BYTES = 256 << 20
+# Bytes of scores that one chunk of tokens may leave in memory.
+SCORE_BYTES = 512 << 20
+# Entries that a tile of tokens sorts: for the lists, and at most for a union.
+LIST_ENTRIES = 256
+UNION_ENTRIES = 512
+# Rows of queries that one program in key order takes at most, of at least so many and at most so many entries: long lists are split for balance.
+SEGMENT_ROWS = {"lists_fwd": 4096, "lists_bwd": 6144}
+SEGMENT_ENTRIES = (256, 1024)
+# Bytes of one tile of keys, by family, in 16 bits (half in fp32, whose products hold more tiles): a longer block of keys is cut into parts that fit.
+KEY_TILE_BYTES: dict[Family, int] = {"hopper": 32 << 10, "blackwell": 32 << 10, "medium": 32 << 10, "small": 16 << 10}
+
+
+class Config(NamedTuple):
+    """Rows a tile (for scores: tokens), keys a tile (scores only), warps, stages, tensor descriptors, and the registers a thread may take."""
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    registers: int | None = None
+    block_n: int = 64
+
+
+WIDTHS = (128, 256)
+# (bytes an element, kernel) -> for each of WIDTHS the tiles.
+TABLE: dict[tuple[int, Kernel], tuple[Config, Config]] = {
+    (2, "lists_fwd"): (Config(64, 4, 3, registers=168), Config(64, 8, 2)),
+    (2, "lists_bwd"): (Config(64, 4, 2), Config(64, 8, 1)),
+    (2, "union_fwd"): (Config(64, 4, 3, tma=True), Config(64, 8, 2)),
+    (2, "union_dq"): (Config(64, 4, 2, tma=True), Config(64, 8, 1)),
+    (2, "scores"): (Config(64, 4, 3, tma=True, block_n=128), Config(64, 8, 2, block_n=64)),
+    (4, "lists_fwd"): (Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "lists_bwd"): (Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "union_fwd"): (Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "union_dq"): (Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "scores"): (Config(32, 4, 1, block_n=32), Config(16, 4, 1, block_n=32)),
+}
+
+
+@functools.cache
+def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> Config:
+    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100)."""
+    config = TABLE[element_size, kernel][0 if width <= WIDTHS[0] else 1]
+    group = family(architecture)
+    if group in ("hopper", "blackwell"):
+        return config
+    # Older cards have no tensor descriptors; the smaller ones hold fewer stages.
+    return config._replace(
+        tma=False, registers=None, num_stages=min(config.num_stages, 2), block_m=config.block_m if group == "medium" else min(config.block_m, 64)
+    )
+
+
+def segment_entries(kernel: Kernel, group: int) -> int:
+    """Entries of one list that one program takes."""
+    least, most = SEGMENT_ENTRIES
+    return min(max(SEGMENT_ROWS[kernel] // group, least), most)
+
+
+def rows_a_token(width: int, element_size: int) -> int:
+    """The most query heads of a group that every kernel's tile can hold beside each other."""
+    kernels: tuple[Kernel, ...] = ("lists_fwd", "lists_bwd", "union_fwd", "union_dq")
+    return min(TABLE[element_size, kernel][0 if width <= WIDTHS[0] else 1].block_m for kernel in kernels)
+
+
+def parts_of_block(block_size: int, width: int, element_size: int, architecture: int) -> int:
+    """Into how many parts a block of keys is cut so that a tile of it fits; 0 where no part of at least 16 keys does."""
+    limit = KEY_TILE_BYTES[family(architecture)] * 2 // element_size
+    for parts in range(1, block_size + 1):
+        if block_size % parts == 0:
+            keys = block_size // parts
+            if (1 << max(4, (keys - 1).bit_length())) * width * element_size <= limit:
+                return parts if parts == 1 or keys >= 16 else 0
+    return 0
+
+
+def in_query_order(direction: Literal["fwd", "dq"], union: Any, tiles: int, slots: int, group: int) -> Any:
+    """Whether the query order is the faster one: `union` blocks in `tiles` unions of tokens that name `slots` blocks each. Numbers or tensors.
+
+    Measured on an H200: with a union of U blocks on average the query order wins below 3 · slots (groups of 8 heads or more) or 3.8 · slots, and for
+    dQ, where the key order has the scores already, below 2 · slots.
+    """
+    factor = 2.0 if direction == "dq" else 3.0 if group >= 8 else 3.8
+    return union < factor * slots * tiles

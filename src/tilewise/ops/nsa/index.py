@@ -1,0 +1,153 @@
+"""What tokens name, grouped by blocks of keys (lists) or by tiles of queries (unions): launches of the index kernels."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from tilewise.ops._host.launching import Launch, run_all
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.nsa import configs
+from tilewise.ops.nsa.kernels_index import (
+    nsa_index_count_kernel,
+    nsa_index_lists_kernel,
+    nsa_index_place_kernel,
+    nsa_index_tiles_kernel,
+    nsa_index_union_kernel,
+)
+
+
+class Named(NamedTuple):
+    """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots for the token's own stretch.
+
+    `once` counts a block that a token names twice once.
+    """
+
+    indices: torch.Tensor
+    cu: torch.Tensor | None
+    block_size: int
+    own: int
+    once: bool
+
+    @property
+    def heads(self) -> int:
+        """Index heads."""
+        return self.indices.shape[-2]
+
+    @property
+    def slots(self) -> int:
+        """Entries of one token and head."""
+        return self.indices.shape[-1] + self.own
+
+    @property
+    def slots_p(self) -> int:
+        """As tiles hold them."""
+        return triton.next_power_of_2(max(self.slots, 1))
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens whose entries are sorted together for the lists."""
+        return max(1, configs.LIST_ENTRIES // self.slots_p)
+
+    def tile_slots(self, tokens: int) -> int:
+        """Tiles of so many tokens, of all sequences together."""
+        sequences = 1 if self.cu is not None else self.indices.shape[0]
+        return tile_slots(self.indices.shape[-3], tokens, self.cu) * sequences
+
+    @property
+    def lists(self) -> int:
+        """One for each block and head."""
+        return self.heads * self.tile_slots(self.block_size)
+
+    def geometry(self) -> dict[str, object]:
+        """The arguments that every index kernel takes."""
+        return {
+            "indices": self.indices,
+            "cu": self.cu,
+            "n_batch": batch_size(self.indices, self.cu),
+            "n_tokens": self.indices.shape[-3],
+            "n_heads": self.heads,
+            "BLOCK_SIZE": self.block_size,
+            "S": self.indices.shape[-1],
+            "SLOTS_P": self.slots_p,
+        }
+
+
+class Chunk(NamedTuple):
+    """A run of tiles of tokens."""
+
+    first_tile: int
+    tiles: int
+
+
+def chunks(named: Named, bytes_a_token: int) -> list[Chunk]:
+    """All tiles, in runs whose results by entry (`bytes_a_token`) and counts stay within what configs allow."""
+    tiles = named.tile_slots(named.tile_tokens)
+    fits = min(configs.PARTIAL_BYTES // max(1, bytes_a_token * named.tile_tokens), configs.COUNT_BYTES // max(1, 4 * named.lists))
+    most = max(1, fits)
+    return [Chunk(first, min(most, tiles - first)) for first in range(0, tiles, most)]
+
+
+class Lists(NamedTuple):
+    """The entries of a chunk by block: `perm` holds them list by list; `segments` are pieces of lists, one a program."""
+
+    perm: torch.Tensor
+    segments: torch.Tensor
+    ends: torch.Tensor
+    extras: torch.Tensor
+    ranks: torch.Tensor
+    tokens: torch.Tensor
+    most_segments: int
+
+
+def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | None, wanted: int) -> Lists:
+    """The lists of one chunk. Where `flag` is not `wanted` the kernels return at once and what is returned holds nothing."""
+    device, geometry = named.indices.device, named.geometry()
+    entries = chunk.tiles * named.tile_tokens * named.heads * named.slots
+    slots = named.tile_slots(named.block_size)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    most_segments = min(named.lists, entries) + entries // segment
+    counts = torch.zeros(named.lists, chunk.tiles, dtype=torch.int32, device=device)
+    totals, firsts, ends, extras = whole(4, named.lists)
+    ranks, perm, segments = whole(entries), whole(entries), whole(most_segments, 4)
+    tokens = whole(chunk.tiles * named.tile_tokens)
+    common = {"flag": flag, "WANTED": wanted}
+    where = {"first_tile": chunk.first_tile, "n_tiles": chunk.tiles, "n_slots": slots, "OWN": named.own, "TOKENS": named.tile_tokens}
+    kept = {"totals": totals, "firsts": firsts, "ends": ends, "extras": extras, "n_lists": named.lists}
+    programs = chunk.tiles * named.heads
+    counting = {"ranks": ranks, "counts": counts, "tokens": tokens, "ONCE": named.once, "num_warps": 4}
+    placing = {"ranks": ranks, "counts": counts, "perm": perm, "segments": segments, "SEGMENT": segment, "num_warps": 4}
+    adding = {"counts": counts, "totals": totals, "n_tiles": chunk.tiles, "BLOCK": 1024}
+    run_all(
+        [
+            Launch(nsa_index_count_kernel, programs, geometry | common | where | counting),
+            Launch(nsa_index_tiles_kernel, named.lists, common | adding),
+            Launch(nsa_index_lists_kernel, 1, common | kept | {"SEGMENT": segment, "BLOCK": 1024}),
+            Launch(nsa_index_place_kernel, max(programs, named.lists), geometry | common | where | kept | placing),
+        ],
+        device,
+    )
+    return Lists(perm, segments, ends, extras, ranks, tokens, most_segments)
+
+
+class Unions(NamedTuple):
+    """The blocks of each tile of `tokens` tokens, from the last down, with a bit for each token; how many there are, and need a mask."""
+
+    blocks: torch.Tensor
+    bits: torch.Tensor
+    sizes: torch.Tensor
+    tokens: int
+
+
+def make_unions(named: Named, tokens: int) -> Unions:
+    """The unions of tiles of `tokens` tokens."""
+    tiles = named.tile_slots(tokens)
+    programs, entries = tiles * named.heads, tokens * named.slots_p
+    blocks, bits = torch.empty(2, programs, entries, dtype=torch.int32, device=named.indices.device)
+    sizes = torch.empty(programs, 2, dtype=torch.int32, device=named.indices.device)
+    arguments = {"blocks": blocks, "bits": bits, "sizes": sizes, "n_tiles": tiles, "TOKENS": tokens, "num_warps": 1 if entries <= 128 else 4}
+    run_all([Launch(nsa_index_union_kernel, programs, named.geometry() | arguments)], named.indices.device)
+    return Unions(blocks, bits, sizes, tokens)

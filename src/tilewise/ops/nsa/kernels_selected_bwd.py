@@ -1,0 +1,284 @@
+"""Attention to the blocks that tokens name, backward: no atomics, so the same inputs give the same bits.
+
+dK and dV always come in key order: a program owns a block of keys and a segment of its list, and sums over the rows that name it. The first
+segment of a list adds to the block's sums of earlier chunks, in fp32; further segments leave theirs aside, and a second kernel adds them in order.
+dQ comes from the same program (a fifth product; one result an entry and head, summed in a second pass over the slots) or, where neighbours name
+the same blocks, from a kernel in query order (three products again, no results to store: cheaper where the union is below twice the slots).
+
+In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing has lse_log2 = +inf and so p = 0.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.ops._tile.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment, skipped
+from tilewise.ops._tile.load import load_rows
+from tilewise.ops._tile.varlen import locate_slot
+
+SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
+
+
+@triton.jit
+def nsa_selected_bwd_lists_step(
+    acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows' part of dK and dV; also the gradient of the scores, and each row's sum for its sel_scale's."""
+    # [M, D] @ [D, N] -> [M, N]
+    b_plain = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_s = b_plain
+    if b_sel is not None:
+        b_s = b_plain * b_sel[:, None]
+    b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+    b_p = tl.where(tl.arange(0, BLOCK_N)[None, :] < kept[:, None], b_p, 0.0)
+    # [M, DV] @ [DV, N] -> [M, N]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    b_dsel = b_lse
+    if b_sel is not None:
+        b_dsel = tl.sum(b_ds * b_plain, 1)
+        b_ds = b_ds * b_sel[:, None]
+    b_ds = b_ds.to(b_q.dtype)
+    # [N, M] @ [M, DV] -> [N, DV]
+    acc_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, acc_dv, input_precision=PRECISION)
+    # [N, M] @ [M, D] -> [N, D]
+    acc_dk = tl.dot(tl.trans(b_ds), b_q, acc_dk, input_precision=PRECISION)
+    return acc_dk, acc_dv, b_ds, b_dsel
+
+
+@triton.jit
+def plain_rows(x, o_row, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to rows [N, BLOCK_D] of width D, end to end, and which elements exist."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_x = m_row[:, None]
+    if D != BLOCK_D:
+        m_x = m_x & (o_d < D)[None, :]
+    return x + (o_row[:, None] * D + o_d[None, :]), m_x
+
+
+@triton.jit
+def store_plain(x, o_row, m_row, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store rows [N, BLOCK_D] of width D."""
+    p_x, m_x = plain_rows(x, o_row, m_row, D, BLOCK_D)
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def store_sums(dk, dv, o_row, m_row, acc_dk, acc_dv, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store the rows of both sums."""
+    store_plain(dk, o_row, m_row, acc_dk, D, BLOCK_D)
+    store_plain(dv, o_row, m_row, acc_dv, DV, BLOCK_DV)
+
+
+@triton.jit
+def load_plain(x, o_row, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows [N, BLOCK_D] of width D, 0 where there is none."""
+    p_x, m_x = plain_rows(x, o_row, m_row, D, BLOCK_D)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_entry_sums(p_x, b_x, m_x, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store at each entry the sum over its rows, which lie side by side in one tile."""
+    b_sum = tl.sum(tl.reshape(tl.where(m_x, b_x, 0.0), [BLOCK_M // GROUP_P, GROUP_P]), 1)
+    b_sum = tl.reshape(tl.broadcast_to(b_sum[:, None], [BLOCK_M // GROUP_P, GROUP_P]), [BLOCK_M])
+    tl.store(p_x, b_sum, mask=m_x & (tl.arange(0, BLOCK_M) % GROUP_P == 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_selected_bwd_lists_kernel(
+    q, k, v, do, lse_log2, delta, dk, dv, partial_dk, partial_dv, partial_dq, dsel, perm, segments, ends, sel_scale, flag, q_strides, k_strides,
+    v_strides, do_strides, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots, first_tile, scale, scale_log2,
+    WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Grid: segments, at most.
+    # Owns: one block of keys and SEGMENT entries of its list.
+    # Loops over: its entries, BLOCK_M rows at a time.
+    # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and where wanted each row's part
+    # of dq, and each entry's dsel.
+    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1):
+        return
+    first, n_entries, i_segment, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
+        segments, n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
+    )
+    n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
+    # [N, D], [N, DV]
+    b_k = load_rows((k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
+    b_v = load_rows((v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    # A list's first segment goes on from the sums of earlier chunks.
+    o_n = tl.arange(0, BLOCK_N)
+    o_key = (start + i_key + o_n).to(tl.int64) * n_heads + i_h
+    m_earlier = i_key + o_n < tl.where(i_segment == 0, n_keys, 0)
+    acc_dk = load_plain(dk, o_key, m_earlier, D, BLOCK_D)
+    acc_dv = load_plain(dv, o_key, m_earlier, DV, BLOCK_DV)
+    p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
+    p_do = head_pointer(do, do_strides, i_bq, start_q + offset, i_h * GROUP)
+    o_first = (tl.cast(i_bq, tl.int64) * n_heads + i_h) * GROUP * n_tokens + start_q + offset
+    for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
+        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, S + OWN, GROUP, GROUP_P, BLOCK_M)
+        # [M, D], [M, DV]
+        b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
+        b_do = gather_rows(p_do, do_strides, o_c, o_g, m_r, DV, BLOCK_DV, INDEX)
+        o_row = o_g.to(INDEX) * n_tokens + o_c
+        b_lse = tl.load(lse_log2 + o_first + o_row, mask=m_r, other=float("inf"))
+        b_delta = tl.load(delta + o_first + o_row, mask=m_r, other=0.0)
+        kept = keys_kept(o_s, o_c + offset, i_key, Tk, S, OWN, CAUSAL, BLOCK_SIZE)
+        b_sel, o_sel, m_sel = None, ((start + offset + o_c).to(tl.int64) * n_heads + i_h) * S + o_s, m_r & (o_s < S)
+        if sel_scale is not None:
+            b_sel = tl.load(sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
+        acc_dk, acc_dv, b_ds, b_dsel = nsa_selected_bwd_lists_step(
+            acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION, BLOCK_N
+        )
+        if sel_scale is not None:
+            store_entry_sums(dsel + o_sel, b_dsel * scale, m_sel, GROUP_P, BLOCK_M)
+        if partial_dq is not None:
+            # [M, N] @ [N, D] -> [M, D]
+            b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION) * scale
+            # A chunk's results are fewer than 2^31.
+            o_part = ((o_c * n_heads + i_h) * (S + OWN) + o_s) * GROUP + o_g
+            store_plain(partial_dq, o_part, m_r, b_dq, D, BLOCK_D)
+    if i_segment == 0:
+        store_sums(dk, dv, o_key, i_key + o_n < n_keys, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+    else:
+        o_part = (i_segment - 1).to(tl.int64) * BLOCK_N + o_n
+        store_sums(partial_dk, partial_dv, o_part, o_n < BLOCK_N, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_selected_bwd_keys_kernel(
+    partial_dk, partial_dv, dk, dv, ends, extras, flag, cu, n_batch, n_tokens, n_heads, n_slots,
+    WANTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    # Grid: lists x tiles of BLOCK_R keys of a block.
+    # Owns: BLOCK_R keys of one block.
+    # Loops over: its list's segments but the first, in order.
+    # Writes: adds them to dk and dv.
+    if skipped(flag, WANTED):
+        return
+    i_list = tl.program_id(0) // (BLOCK_N // BLOCK_R)
+    i_n = tl.program_id(0) % (BLOCK_N // BLOCK_R) * BLOCK_R
+    first = tl.load(extras + i_list)
+    n_extras = tl.load(ends + i_list) - 1
+    if i_list > 0:
+        n_extras -= tl.load(ends + i_list - 1)
+    if n_extras > 0:
+        _, i_block, start, Tk = locate_slot(i_list % n_slots, cu, n_batch, n_tokens, BLOCK_SIZE)
+        o_n = i_n + tl.arange(0, BLOCK_R)
+        m_n = (o_n < BLOCK_SIZE) & (i_block * BLOCK_SIZE + o_n < Tk)
+        o_key = (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * n_heads + i_list // n_slots
+        acc_dk = load_plain(dk, o_key, m_n, D, BLOCK_D)
+        acc_dv = load_plain(dv, o_key, m_n, DV, BLOCK_DV)
+        for i in range(first, first + n_extras):
+            o_part = tl.cast(i, tl.int64) * BLOCK_N + o_n
+            acc_dk += load_plain(partial_dk, o_part, m_n, D, BLOCK_D)
+            acc_dv += load_plain(partial_dv, o_part, m_n, DV, BLOCK_DV)
+        store_sums(dk, dv, o_key, m_n, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_selected_bwd_queries_kernel(
+    partial_dq, ranks, tokens, dq, flag, n_heads, n_rows,
+    WANTED: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    # Grid: tiles of BLOCK_R rows of the chunk: tokens x index heads x group.
+    # Owns: BLOCK_R rows.
+    # Loops over: the slots of each row's token, in order.
+    # Writes: its rows of dq.
+    if skipped(flag, WANTED):
+        return
+    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < n_rows
+    o_named = (o_r // GROUP).to(tl.int64)
+    i_token = tl.load(tokens + o_named // n_heads, mask=m_r, other=-1)
+    o_d = tl.arange(0, BLOCK_D)
+    m_x = m_r[:, None] & (o_d < D)[None, :]
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for i_s in range(SLOTS):
+        o_one = (o_named * SLOTS + i_s) * GROUP + o_r % GROUP
+        # The load does not wait for the rank: what was not written is dropped after it.
+        b_dq = tl.load(partial_dq + o_one[:, None] * D + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        present = tl.load(ranks + o_named * SLOTS + i_s, mask=m_r, other=-1) >= 0
+        acc += tl.where(present[:, None], b_dq, 0.0)
+    m_r = m_r & (i_token >= 0)
+    o_out = i_token.to(tl.int64) * (n_heads * GROUP) + (o_named % n_heads) * GROUP + o_r % GROUP
+    tl.store(dq + o_out[:, None] * D + o_d[None, :], acc.to(dq.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def nsa_selected_bwd_union_step(
+    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of the union: its part of dQ."""
+    n_keys = tl.minimum(k_rows[5], i_key + BLOCK_SIZE)
+    INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
+    # [N, D]
+    b_k = load_rows((k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE)
+    # [M, D] @ [D, N] -> [M, N]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    # [N, DV]
+    b_v = load_rows((v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE)
+    # [M, DV] @ [DV, N] -> [M, N]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_p = tl.exp2(b_s * scale_log2 - tl.where(named, b_lse, float("inf"))[:, None])
+    o_n = tl.arange(0, BLOCK_N)
+    if MASKED:
+        kept = tl.minimum(o_t + 1, n_keys) - i_key
+        b_p = tl.where(o_n[None, :] < kept[:, None], b_p, 0.0)
+    elif BLOCK_SIZE != BLOCK_N:
+        b_p = tl.where((o_n < BLOCK_SIZE)[None, :], b_p, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    # [M, N] @ [N, D] -> [M, D]
+    return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_selected_bwd_union_kernel(
+    q, k, v, do, lse_log2, delta, dq, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, do_strides, cu, n_batch, n_tokens, n_heads,
+    heads_a_key, n_tiles, scale, scale_log2,
+    WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
+    # Owns: its tokens, with all heads of the group.
+    # Loops over: the union of their blocks.
+    # Writes: its rows of dq.
+    if skipped(flag, WANTED):
+        return
+    TOKENS: tl.constexpr = BLOCK_M // GROUP_P
+    i_h = tl.program_id(0) // n_tiles
+    i_b, i_tile, start, Tk = locate_slot(tl.program_id(0) % n_tiles, cu, n_batch, n_tokens, TOKENS)
+    i_bq, start_q = i_b, 0
+    if cu is not None:
+        i_bq, start_q = 0, start
+    o_r = tl.arange(0, BLOCK_M)
+    o_t = i_tile * TOKENS + o_r // GROUP_P
+    o_h = i_h * GROUP + o_r % GROUP_P
+    m_r = (o_t < Tk) & (o_r % GROUP_P < GROUP)
+    # [M, D], [M, DV]
+    p_q = head_pointer(q, q_strides, i_bq, start_q + i_tile * TOKENS, i_h * GROUP)
+    p_do = head_pointer(do, do_strides, i_bq, start_q + i_tile * TOKENS, i_h * GROUP)
+    b_q = gather_rows(p_q, q_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, D, BLOCK_D, tl.int64)
+    b_do = gather_rows(p_do, do_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, DV, BLOCK_DV, tl.int64)
+    o_row = (tl.cast(i_bq, tl.int64) * (n_heads * GROUP) + o_h) * n_tokens + start_q + o_t
+    b_lse = tl.load(lse_log2 + o_row, mask=m_r, other=float("inf"))
+    b_delta = tl.load(delta + o_row, mask=m_r, other=0.0)
+    k_rows = (k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    v_rows = (v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    o_union = tl.program_id(0).to(tl.int64) * (TOKENS * SLOTS_P)
+    ends = (0, tl.load(sizes + tl.program_id(0) * 2 + 1), tl.load(sizes + tl.program_id(0) * 2))
+    for PART in tl.static_range(2):
+        for i_u in range(ends[PART], ends[PART + 1]):
+            i_key = tl.load(blocks + o_union + i_u) * BLOCK_SIZE
+            named = ((tl.load(bits + o_union + i_u) >> (o_r // GROUP_P)) & 1) != 0
+            acc_dq = nsa_selected_bwd_union_step(
+                acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BLOCK_N, TMA, PRECISION, PART == 0,
+            )  # fmt: skip
+    o_out = (start + o_t).to(tl.int64) * (n_heads * GROUP) + o_h
+    store_plain(dq, o_out, m_r, acc_dq * scale, D, BLOCK_D)

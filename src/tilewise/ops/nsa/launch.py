@@ -1,0 +1,168 @@
+"""Native sparse attention's parts as Triton launches: plain tensors in and out; no autograd. `cpu.py` has the same functions."""
+
+from typing import Any
+
+import torch
+
+from tilewise.ops._host.launching import Launch, padded_channels, row_strides, run_all
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.nsa import selected
+from tilewise.ops.nsa.choose import choose
+from tilewise.ops.nsa.compressed import compressed_backward, compressed_forward
+from tilewise.ops.nsa.kernels_combine import nsa_combine_bwd_kernel, nsa_combine_fwd_kernel
+from tilewise.ops.nsa.kernels_compress import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel
+from tilewise.ops.nsa.sizes import window_count
+
+__all__ = [
+    "attend_backward",
+    "attend_forward",
+    "choose",
+    "combine",
+    "combine_backward",
+    "compress",
+    "compress_backward",
+    "compressed_backward",
+    "compressed_forward",
+    "selected_backward",
+    "selected_forward",
+]
+
+COMPRESSED_ROWS = 32
+COMBINED_ELEMENTS = 2048
+
+
+def _compress_arguments(
+    x: torch.Tensor, tokens: int, rows: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
+) -> dict[str, Any]:
+    return {
+        "cu": cu,
+        "windows": windows,
+        "n_batch": batch_size(x, cu),
+        "n_heads": x.shape[-2],
+        "n_tokens": tokens,
+        "n_windows": rows,
+        "D": x.shape[-1],
+        "BLOCK_D": padded_channels(x.shape[-1]),
+        "SIZE": size,
+        "STRIDE": stride,
+        "enable_fp_fusion": True,
+    }
+
+
+def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
+    """Means of windows: dense [B, C, H, D]; packed [N // stride, H, D], sequence b's from `windows[b]` on and zeros behind them."""
+    tokens = x.shape[-3]
+    rows = window_count(tokens, size, stride) if cu is None else tokens // stride
+    y = torch.empty((*x.shape[:-3], rows, *x.shape[-2:]), dtype=x.dtype, device=x.device)
+    if y.numel():
+        n_tiles = tile_slots(rows, COMPRESSED_ROWS, windows)
+        arguments = _compress_arguments(x, tokens, rows, cu, windows, size, stride)
+        arguments |= {"x": x, "y": y, "x_strides": row_strides(x.stride()), "y_strides": row_strides(y.stride())}
+        arguments |= {"n_tiles": n_tiles, "BLOCK_N": COMPRESSED_ROWS}
+        grid = n_tiles * x.shape[-2] * (x.shape[0] if cu is None else 1)
+        run_all([Launch(nsa_compress_fwd_kernel, grid, arguments)], x.device)
+    return y
+
+
+def compress_backward(dy: torch.Tensor, tokens: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
+    """The gradient of `compress`, [B, tokens, H, D] or [tokens, H, D]."""
+    dx = torch.empty((*dy.shape[:-3], tokens, *dy.shape[-2:]), dtype=dy.dtype, device=dy.device)
+    if dx.numel():
+        n_tiles = tile_slots(tokens, COMPRESSED_ROWS, cu)
+        arguments = _compress_arguments(dy, tokens, dy.shape[-3], cu, windows, size, stride)
+        arguments |= {"dy": dy, "dx": dx, "dy_strides": row_strides(dy.stride()), "dx_strides": row_strides(dx.stride())}
+        arguments |= {"n_tiles": n_tiles, "BLOCK_M": COMPRESSED_ROWS}
+        grid = n_tiles * dy.shape[-2] * (dy.shape[0] if cu is None else 1)
+        run_all([Launch(nsa_compress_bwd_kernel, grid, arguments)], dy.device)
+    return dx
+
+
+def selected_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys up to the token of the blocks it names, each once: output and LSE."""
+    return selected.forward(selected.make_inputs(q, k, v, indices, cu, block_size, scale))
+
+
+def selected_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of `selected_forward`."""
+    dq, dk, dv, _ = selected.backward(selected.make_inputs(q, k, v, indices, cu, block_size, scale), o, lse, do, dlse)
+    return dq, dk, dv
+
+
+def attend_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    sel_scale: torch.Tensor | None,
+    own: bool,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to whole named blocks, each as often as it is named and scaled by its sel_scale, and to the token's own up to it."""
+    return selected.forward(selected.make_inputs(q, k, v, indices, None, block_size, scale, sel_scale, own=own, causal=False))
+
+
+def attend_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    sel_scale: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    own: bool,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv and sel_scale's gradient of `attend_forward`."""
+    inputs = selected.make_inputs(q, k, v, indices, None, block_size, scale, sel_scale, own=own, causal=False)
+    dq, dk, dv, dsel = selected.backward(inputs, o, lse, do, dlse)
+    if sel_scale is None or dsel is None:
+        return dq, dk, dv, None
+    # A block that was cut into parts, and a group that was cut into heads of its own, share one scale.
+    dsel = dsel.unflatten(-1, (sel_scale.shape[-1], -1)).sum(-1).unflatten(-2, (sel_scale.shape[-2], -1)).sum(-2)
+    return dq, dk, dv, dsel.to(sel_scale.dtype)
+
+
+def _rows(x: torch.Tensor) -> dict[str, Any]:
+    """Sizes of a kernel that goes over [rows, D]."""
+    block_d = padded_channels(x.shape[-1])
+    return {"n_rows": x.numel() // x.shape[-1], "D": x.shape[-1], "BLOCK_D": block_d, "BLOCK_R": max(1, COMBINED_ELEMENTS // block_d)}
+
+
+def combine(outputs: list[torch.Tensor], gates: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of up to three outputs, each times its gate."""
+    o = torch.empty_like(outputs[0])
+    if o.numel():
+        sizes = _rows(o)
+        arguments: dict[str, Any] = {"y": o, "x1": None, "x2": None, "gate1": None, "gate2": None}
+        for i, (output, gate) in enumerate(zip(outputs, gates, strict=True)):
+            arguments |= {f"x{i}": output, f"gate{i}": gate.contiguous()}
+        run_all([Launch(nsa_combine_fwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes)], o.device)
+    return o
+
+
+def combine_backward(do: torch.Tensor, output: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of one output and its gate, from that of the sum."""
+    dx, dgate = torch.empty_like(output), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if dx.numel():
+        sizes = _rows(output)
+        arguments = {"dy": do.contiguous(), "x": output, "gate": gate.contiguous(), "dx": dx, "dgate": dgate}
+        run_all([Launch(nsa_combine_bwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes)], do.device)
+    return dx, dgate

@@ -1,0 +1,353 @@
+"""Attention to named blocks: launches of both loop orders, forward and backward. Plain tensors in and out; no autograd."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.ops._host.backend import architecture, interpreting
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, row_strides, run_all, tile_widths
+from tilewise.ops._host.packing import batch_size
+from tilewise.ops.flash import launch as flash
+from tilewise.ops.nsa import configs, index
+from tilewise.ops.nsa.index import Named, Unions
+from tilewise.ops.nsa.kernels_selected_bwd import (
+    nsa_selected_bwd_keys_kernel,
+    nsa_selected_bwd_lists_kernel,
+    nsa_selected_bwd_queries_kernel,
+    nsa_selected_bwd_union_kernel,
+)
+from tilewise.ops.nsa.kernels_selected_fwd import nsa_selected_fwd_lists_kernel, nsa_selected_fwd_merge_kernel, nsa_selected_fwd_union_kernel
+
+# Which loop order: by keys (lists), by queries (unions), or whichever the device finds faster.
+Order = Literal["lists", "union", "either"]
+LISTS, UNION = 0, 1
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and numbers; `causal` limits every named block to the keys up to the token, else only the token's own stretch."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    named: Named
+    sel_scale: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """The wider of the two channel counts, as tiles hold it."""
+        return max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a choice."""
+        return self.q.shape[-2] // self.named.heads
+
+    def config(self, kernel: configs.Kernel) -> configs.Config:
+        """The tiles of one kernel."""
+        return configs.choose(kernel, self.width, self.q.element_size(), architecture(self.q.device))
+
+    def union_tokens(self, kernel: configs.Kernel) -> int:
+        """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and more than one head a token."""
+        group_p = triton.next_power_of_2(self.group)
+        tokens = self.config(kernel).block_m // group_p
+        plain = self.named.own == 0 and self.sel_scale is None and self.causal
+        return tokens if plain and group_p > 1 and tokens <= 32 and tokens * self.named.slots_p <= configs.UNION_ENTRIES else 0
+
+
+def make_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+    sel_scale: torch.Tensor | None = None,
+    own: bool = False,
+    causal: bool = True,
+) -> Inputs:
+    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their own."""
+    width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
+    parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
+    if parts == 0:
+        raise ValueError(
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 or "
+            "more that do; take a multiple of 16, or backend='reference'"
+        )
+    indices = indices.to(torch.int32)
+    if parts > 1:
+        within = torch.arange(parts, dtype=torch.int32, device=q.device)
+        indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+        sel_scale = None if sel_scale is None else sel_scale.repeat_interleave(parts, dim=-1)
+    group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size)
+    if group > most:
+        heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+        indices = indices.repeat_interleave(heads, dim=-2)
+        sel_scale = None if sel_scale is None else sel_scale.repeat_interleave(heads, dim=-2)
+    named = Named(indices.contiguous(), cu, block_size // parts, parts if own else 0, once=causal)
+    return Inputs(q, k, v, named, None if sel_scale is None else sel_scale.contiguous(), causal, scale)
+
+
+def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
+    """What every kernel that multiplies tiles takes."""
+    q, k, v, named, *_ = inputs
+    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_strides": row_strides(q.stride()),
+        "k_strides": row_strides(k.stride()),
+        "v_strides": row_strides(v.stride()),
+        "cu": named.cu,
+        "n_batch": batch_size(q, named.cu),
+        "n_tokens": q.shape[-3],
+        "n_heads": named.heads,
+        "heads_a_key": named.heads // k.shape[-2],
+        "scale_log2": inputs.scale * flash.LOG2E,
+        "GROUP": inputs.group,
+        "GROUP_P": triton.next_power_of_2(inputs.group),
+        "D": q.shape[-1],
+        "DV": v.shape[-1],
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_SIZE": named.block_size,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": max(16, triton.next_power_of_2(named.block_size)),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    return arguments | ({"maxnreg": config.registers} if config.registers and q.is_cuda else {})
+
+
+def _positive(scale: float) -> dict[str, Any]:
+    """The forward takes a row's maximum before scaling, which wants a positive scale: its sign (or 0) is applied apart."""
+    return {"scale_log2": (abs(scale) or 1.0) * flash.LOG2E, "SIGN": 1 if scale > 0 else -1 if scale < 0 else 0}
+
+
+def _index_type(tokens: int, group: int, *tensors: torch.Tensor) -> tl.dtype:
+    """32 bits where rows of so many tokens of every tensor (and of LSEs by head and token) lie within 2^31 elements."""
+    most = max(tokens * abs(x.stride(-3)) + group * abs(x.stride(-2)) + x.shape[-1] for x in tensors)
+    return tl.int32 if max(most, group * tensors[0].shape[-3] + tokens) < 2**31 else tl.int64
+
+
+def _in_lists(inputs: Inputs, lists: index.Lists, first_tile: int, *rows: torch.Tensor) -> dict[str, Any]:
+    """What the kernels in key order take beside; `rows` are the tensors that they gather from."""
+    named = inputs.named
+    return {
+        "INDEX": _index_type(lists.tokens.shape[0], inputs.group, *rows),
+        "perm": lists.perm,
+        "segments": lists.segments,
+        "ends": lists.ends,
+        "sel_scale": inputs.sel_scale,
+        "n_slots": named.tile_slots(named.block_size),
+        "first_tile": first_tile,
+        "S": named.indices.shape[-1],
+        "OWN": named.own,
+        "CAUSAL": inputs.causal,
+        "TOKENS": named.tile_tokens,
+    }
+
+
+def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config: configs.Config) -> dict[str, Any]:
+    """What the kernels in query order take beside; keys through descriptors where they can be."""
+    named = inputs.named
+    tma = config.tma and arguments["BLOCK_N"] == named.block_size and fits_descriptor(inputs.k) and fits_descriptor(inputs.v)
+    beside = {
+        "blocks": unions.blocks,
+        "bits": unions.bits,
+        "sizes": unions.sizes,
+        "n_tiles": named.tile_slots(unions.tokens),
+        "SLOTS_P": named.slots_p,
+        "TMA": tma,
+        "WANTED": UNION,
+    }
+    if tma:
+        rows = named.block_size
+        beside |= {"k": descriptor(inputs.k, rows, arguments["BLOCK_D"]), "v": descriptor(inputs.v, rows, arguments["BLOCK_DV"])}
+        beside |= {"k_strides": None, "v_strides": None}
+    return beside
+
+
+def _flag(inputs: Inputs, unions: Unions, direction: Literal["fwd", "dq"]) -> torch.Tensor:
+    """UNION or LISTS, int32 on the device: no one waits for it."""
+    chosen = configs.in_query_order(direction, unions.sizes[:, 0].sum(), unions.sizes.shape[0], inputs.named.slots, inputs.group)
+    return chosen.to(torch.int32)
+
+
+def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: torch.Tensor | None) -> None:
+    named, config = inputs.named, inputs.config("lists_fwd")
+    arguments = _arguments(inputs, config) | _positive(inputs.scale) | {"flag": flag, "WANTED": LISTS}
+    rows_a_token = named.heads * inputs.group
+    bytes_a_token = rows_a_token * named.slots * (o.shape[-1] * o.element_size() + 4)
+    chunks = index.chunks(named, bytes_a_token)
+    # The first chunk is the longest: all use its memory, one after another.
+    results = chunks[0].tiles * named.tile_tokens * rows_a_token * named.slots
+    partial_o = torch.empty(results, o.shape[-1], dtype=o.dtype, device=o.device)
+    partial = {"partial_o": partial_o, "partial_lse": torch.empty(results, dtype=torch.float32, device=o.device)}
+    for chunk in chunks:
+        lists = index.make_lists(named, chunk, configs.segment_entries("lists_fwd", inputs.group), flag, LISTS)
+        rows = chunk.tiles * named.tile_tokens * rows_a_token
+        merge = {
+            "ranks": lists.ranks,
+            "tokens": lists.tokens,
+            "o": o,
+            "lse": lse,
+            "n_rows": rows,
+            "PACKED": named.cu is not None,
+            "SLOTS": named.slots,
+            "SLOTS_P": named.slots_p,
+            "BLOCK_R": MERGED_ROWS,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+        shared = {name: arguments[name] for name in ("flag", "WANTED", "n_heads", "n_tokens", "GROUP", "DV", "BLOCK_DV", "enable_fp_fusion")}
+        run_all(
+            [
+                Launch(
+                    nsa_selected_fwd_lists_kernel, lists.most_segments, arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q)
+                ),
+                Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), shared | partial | merge),
+            ],
+            o.device,
+        )
+
+
+# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are faster); keys of one that sums segments.
+MERGED_ROWS = 64 if interpreting() else 16
+SUMMED_ROWS = 64 if interpreting() else 8
+SUMMED_KEYS = 16
+
+
+def _forward_union(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, unions: Unions, flag: torch.Tensor | None) -> None:
+    config = inputs.config("union_fwd")
+    arguments = _arguments(inputs, config)
+    arguments |= _in_unions(inputs, unions, arguments, config) | _positive(inputs.scale) | {"o": o, "lse": lse, "flag": flag}
+    run_all([Launch(nsa_selected_fwd_union_kernel, unions.sizes.shape[0], arguments)], o.device)
+
+
+def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [..., T, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, T]."""
+    q, v = inputs.q, inputs.v
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
+    if o.numel() == 0:
+        return o, lse
+    tokens = 0 if order == "lists" else inputs.union_tokens("union_fwd")
+    flag = None
+    if tokens:
+        unions = index.make_unions(inputs.named, tokens)
+        flag = _flag(inputs, unions, "fwd") if order == "either" else None
+        _forward_union(inputs, o, lse, unions, flag)
+    if not tokens or order == "either":
+        _forward_lists(inputs, o, lse, flag)
+    return o, lse
+
+
+class Rows(NamedTuple):
+    """What a backward reads for each row of queries: the output's gradient, LSE in base 2 (+inf where the row saw nothing), and delta."""
+
+    do: torch.Tensor
+    lse_log2: torch.Tensor
+    delta: torch.Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """As the kernels take them."""
+        return {"do": self.do, "do_strides": row_strides(self.do.stride()), "lse_log2": self.lse_log2, "delta": self.delta}
+
+
+def _prepare(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Rows:
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    dense = flash.make_inputs(inputs.q, inputs.k, inputs.v, inputs.named.cu, inputs.named.cu, True, -1, -1, inputs.scale, 0.0)
+    run_all([flash.prepare_launch(dense, o, do, lse, dlse, delta, lse_log2)], o.device)
+    return Rows(do, lse_log2, delta)
+
+
+def _backward_lists(
+    inputs: Inputs,
+    rows: Rows,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    dq: torch.Tensor | None,
+    dsel: torch.Tensor | None,
+    flag: torch.Tensor | None,
+) -> None:
+    """Add to dk (but for the scale) and dv, `sums` in fp32 by index head; and where dq is given write it."""
+    named, config = inputs.named, inputs.config("lists_bwd")
+    wanted = LISTS if dq is not None else UNION
+    segment = configs.segment_entries("lists_bwd", inputs.group)
+    dk, dv = sums
+    arguments = (
+        _arguments(inputs, config) | rows.arguments() | {"flag": flag, "WANTED": wanted, "dk": dk, "dv": dv, "dsel": dsel, "scale": inputs.scale}
+    )
+    rows_a_token = named.heads * inputs.group
+    slots = named.tile_slots(named.block_size)
+    # What stays by entry: a row of dq for each head, or without it the index and a share of the sums that further segments leave aside.
+    shared = (dk.shape[-1] + dv.shape[-1]) * 4 * arguments["BLOCK_N"] // segment + 8
+    by_entry = shared if dq is None else shared + inputs.group * dq.shape[-1] * dq.element_size()
+    chunks = index.chunks(named, named.heads * named.slots * by_entry)
+    # The first chunk is the longest: all use its memory, one after another.
+    entries, block_n = chunks[0].tiles * named.tile_tokens * named.heads * named.slots, arguments["BLOCK_N"]
+    left_aside = entries // segment * block_n
+    partial: dict[str, torch.Tensor | None] = {
+        "partial_dk": torch.empty(left_aside, dk.shape[-1], dtype=torch.float32, device=dk.device),
+        "partial_dv": torch.empty(left_aside, dv.shape[-1], dtype=torch.float32, device=dv.device),
+        "partial_dq": None if dq is None else torch.empty(entries * inputs.group, dq.shape[-1], dtype=dq.dtype, device=dq.device),
+    }
+    for chunk in chunks:
+        lists = index.make_lists(named, chunk, segment, flag, wanted)
+        names = ("flag", "WANTED", "n_heads", "enable_fp_fusion")
+        keys = {name: arguments[name] for name in (*names, "dk", "dv", "cu", "n_batch", "n_tokens", "D", "DV", "BLOCK_D", "BLOCK_DV", "BLOCK_SIZE")}
+        keys |= {"ends": lists.ends, "extras": lists.extras, "n_slots": slots, "BLOCK_N": block_n, "BLOCK_R": SUMMED_KEYS, "num_warps": 4}
+        tokens = chunk.tiles * named.tile_tokens
+        aside = {name: partial[name] for name in ("partial_dk", "partial_dv")}
+        in_lists = _in_lists(inputs, lists, chunk.first_tile, inputs.q, rows.do)
+        launches = [
+            Launch(nsa_selected_bwd_lists_kernel, lists.most_segments, arguments | partial | in_lists),
+            Launch(nsa_selected_bwd_keys_kernel, named.lists * (block_n // SUMMED_KEYS), keys | aside),
+        ]
+        if dq is not None:
+            queries = {name: arguments[name] for name in (*names, "GROUP", "D", "BLOCK_D")}
+            queries |= {"partial_dq": partial["partial_dq"], "ranks": lists.ranks, "tokens": lists.tokens, "dq": dq, "n_rows": tokens * rows_a_token}
+            queries |= {"SLOTS": named.slots, "BLOCK_R": SUMMED_ROWS, "num_warps": 4}
+            launches.append(Launch(nsa_selected_bwd_queries_kernel, -(-tokens * rows_a_token // SUMMED_ROWS), queries))
+        run_all(launches, dk.device)
+
+
+def _backward_union(inputs: Inputs, rows: Rows, dq: torch.Tensor, unions: Unions, flag: torch.Tensor | None) -> None:
+    config = inputs.config("union_dq")
+    arguments = _arguments(inputs, config) | rows.arguments()
+    arguments |= _in_unions(inputs, unions, arguments, config) | {"dq": dq, "flag": flag, "scale": inputs.scale}
+    run_all([Launch(nsa_selected_bwd_union_kernel, unions.sizes.shape[0], arguments)], dq.device)
+
+
+def backward(
+    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, order: Order = "either"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv in the inputs' dtype and contiguous; and sel_scale's gradient, fp32 by index head and slot, where there is one."""
+    q, k, v, named = inputs.q, inputs.k, inputs.v, inputs.named
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    acc_dk, acc_dv = (torch.zeros(*x.shape[:-2], named.heads, x.shape[-1], dtype=torch.float32, device=x.device) for x in (k, v))
+    sums = acc_dk, acc_dv
+    dsel = None if inputs.sel_scale is None else torch.zeros(named.indices.shape, dtype=torch.float32, device=q.device)
+    if q.numel():
+        rows = _prepare(inputs, o, lse, do, dlse)
+        tokens = 0 if order == "lists" else inputs.union_tokens("union_dq")
+        flag = None
+        if tokens:
+            unions = index.make_unions(named, tokens)
+            flag = _flag(inputs, unions, "dq") if order == "either" else None
+            _backward_union(inputs, rows, dq, unions, flag)
+            _backward_lists(inputs, rows, sums, None, dsel, flag)
+        if not tokens or order == "either":
+            _backward_lists(inputs, rows, sums, dq, dsel, flag)
+    if named.heads != k.shape[-2]:
+        acc_dk, acc_dv = (x.unflatten(-2, (k.shape[-2], -1)).sum(-2) for x in sums)
+    return dq, acc_dk.mul_(inputs.scale).to(k.dtype), acc_dv.to(v.dtype), dsel

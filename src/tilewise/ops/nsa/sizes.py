@@ -1,0 +1,37 @@
+"""What the sizes of native sparse attention imply: how many windows and blocks there are, and where a packed sequence's windows begin."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Sizes(NamedTuple):
+    """The sizes of one call, as the public function names them."""
+
+    compress_size: int
+    compress_stride: int
+    block_size: int
+    block_count: int
+    init_blocks: int
+    local_blocks: int
+
+
+def window_count(tokens: int, size: int, stride: int) -> int:
+    """Whole windows in so many tokens; also the windows that query `tokens - 1` sees."""
+    return torch.sym_max(0, (tokens - size) // stride + 1)
+
+
+def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:
+    """Where the means of packed sequences begin, int32 [B + 1]: with room for one window a stride, so that no length is needed on the host."""
+    if cu is None:
+        return None
+    # Offsets that nobody checked must not lead out of bounds.
+    return (cu // stride).clamp(0, tokens // stride).to(torch.int32)
+
+
+def given_windows(cu: torch.Tensor | None, rows: int, size: int, stride: int) -> torch.Tensor | None:
+    """Where the windows of packed sequences begin in `rows` rows without room between them, int32 [B + 1]."""
+    if cu is None:
+        return None
+    counts = ((cu.diff() - size) // stride + 1).clamp(min=0)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).clamp(0, rows).to(torch.int32)

@@ -1,0 +1,55 @@
+"""The kernels compiled for GPUs that are not here: they fit, spill no more than a little, and use the fast matrix units."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewise.ops.flash.configs import SHARED_MEMORY, family
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+MULTIPLYING = ("flash_fwd", "flash_bwd_dkdv", "flash_bwd_dq", "choose_scores", "fwd_lists", "fwd_union", "bwd_lists", "bwd_union")
+
+
+def check(architecture: int, dtype: str, channels: int, block: int, group: int, spilled: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, str(SCRIPT), str(architecture), dtype, str(channels), str(block), str(group)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    kernels = json.loads(result.stdout)
+    names = [kernel["name"] for kernel in kernels]
+    assert all(any(part in name for name in names) for part in (*MULTIPLYING[:5], "bwd_lists", "compress", "combine", "index_count", "choose_best"))
+    for kernel in kernels:
+        assert kernel["shared_memory"] <= SHARED_MEMORY[family(architecture)], kernel
+        assert kernel["spilled"] <= spilled, kernel
+        multiplies = any(part in kernel["name"] for part in MULTIPLYING)
+        if architecture == 90 and dtype != "float32" and multiplies and block >= 64:
+            assert kernel["wgmma"], kernel
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_default_kernels(architecture):
+    check(architecture, "bfloat16", 128, 64, 16, spilled=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [86, 120])
+@pytest.mark.parametrize(("channels", "block", "group"), [(64, 64, 4), (128, 128, 1), (256, 64, 4)])
+def test_a_99_kb_card(architecture, channels, block, group):
+    check(architecture, "bfloat16", channels, block, group, spilled=1600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100])
+@pytest.mark.parametrize("channels", [64, 128, 256])
+def test_fp32(architecture, channels):
+    check(architecture, "float32", channels, 64, 4, spilled=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "block", "group"), [(40, 16, 3), (128, 48, 6), (256, 128, 64), (64, 32, 1)])
+def test_other_shapes_on_hopper(channels, block, group):
+    check(90, "bfloat16", channels, block, group, spilled=1600)
