@@ -55,8 +55,16 @@ def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:
     return gradient.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
+def _flat(returned: Any) -> list[Any]:
+    """What was returned in order, out of tuples within tuples."""
+    return [x for part in returned for x in _flat(part)] if isinstance(returned, tuple | list) else [returned]
+
+
 def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
-    values = returned if isinstance(returned, tuple | list) else (returned,)
+    values = _flat(returned)
+    # A last output that the problem has none of may be there as None.
+    while len(values) > len(problem.outputs) and values[-1] is None:
+        values.pop()
     if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)
         raise WrongReturnError(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")

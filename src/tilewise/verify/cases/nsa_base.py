@@ -1,0 +1,213 @@
+"""What the problems of native sparse attention share: sizes, layouts, patterns of blocks, and what fp32 costs a softmax."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
+
+LAYOUTS = ("plain", "mixed", "mixed-aligned")
+PATTERNS = ("random", "smooth", "repeats", "holes", "own")
+EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Attention(Problem):
+    """T tokens; Hk and Dv are H and D where 0; `size` multiplies q; a mixed layout has expanded keys, the others transposed or cut."""
+
+    B: int = 1
+    T: int = 64
+    H: int = 2
+    Hk: int | None = None
+    D: int = 16
+    Dv: int | None = None
+    size: float = 1.0
+    layout: str = "plain"
+
+    @property
+    def kv_heads(self) -> int:
+        """Key heads."""
+        return self.Hk or self.H
+
+    @property
+    def width(self) -> int:
+        """The wider of D and Dv."""
+        return max(self.D, self.Dv or 0)
+
+    @property
+    def cut_at(self) -> int:
+        """Where in a wider tensor a cut input starts: on a line of 16 bytes, or not."""
+        return 8 if self.layout == "mixed-aligned" else 3
+
+    def tokens(self) -> tuple[int, ...]:
+        """T."""
+        return (self.T,)
+
+    def twice_as_long(self) -> Self:
+        """Twice the tokens."""
+        return dataclasses.replace(self, T=2 * self.T)
+
+    def check(self) -> None:
+        """Sizes that an attention can have."""
+        if min(self.B, self.T) < 0 or self.H < 1 or not 1 <= self.D <= 256 or not 1 <= (self.Dv or self.D) <= 256:
+            raise ValueError("sizes must not be negative, heads at least 1, channels from 1 to 256")
+        if self.H % self.kv_heads:
+            raise ValueError(f"H={self.H} is not a multiple of Hk={self.Hk}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
+
+    def generator(self) -> torch.Generator:
+        """Random numbers that the problem alone decides, whatever the seed: for indices and masks."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{type(self).__name__}:{self}".encode()))
+
+
+@dataclass(frozen=True)
+class Sequences(Attention):
+    """As it is, or packed sequences of `lengths`."""
+
+    lengths: tuple[int, ...] = ()
+    scale: float | None = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The axes before heads: packed tokens, or batch and tokens."""
+        return (sum(self.lengths),) if self.lengths else (self.B, self.T)
+
+    def tokens(self) -> tuple[int, ...]:
+        """The packed sequences' lengths, or T."""
+        return self.lengths or (self.T,)
+
+    def twice_as_long(self) -> Self:
+        """Twice the tokens."""
+        return dataclasses.replace(self, T=2 * self.T, lengths=tuple(2 * length for length in self.lengths))
+
+    def check(self) -> None:
+        """Sizes that an attention can have."""
+        super().check()
+        if min(self.lengths, default=0) < 0:
+            raise ValueError("lengths must not be negative")
+
+    def queries(self, fill: Fill) -> torch.Tensor:
+        """q, as the layout has it: packed tokens, which cannot be transposed, are cut."""
+        q = fill("q", (*self.rows, self.H, self.D), self.size)
+        if self.layout == "plain":
+            return q
+        return cut(q, self.cut_at) if self.lengths else transposed(q)
+
+    def keys_and_values(self, fill: Fill, names: tuple[str, str], rows: tuple[int, ...]) -> Tensors:
+        """Under these names, of so many rows: where mixed, keys are one batch entry, expanded, and values are cut."""
+        shared = self.layout != "plain" and not self.lengths
+        k = fill("k", (*((1, *rows[1:]) if shared else rows), self.kv_heads, self.D), 1.0)
+        v = fill("v", (*rows, self.kv_heads, self.Dv or self.D), 1.0)
+        k = k.expand(*rows, -1, -1) if shared else k
+        return {names[0]: k, names[1]: v if self.layout == "plain" else cut(v, self.cut_at)}
+
+    def cu_seqlens(self) -> Tensors:
+        """The offsets of packed sequences."""
+        return {"cu_seqlens": cumulative(self.lengths)} if self.lengths else {}
+
+    def scaling(self) -> dict[str, Any]:
+        """The scale, where it is not the default."""
+        return {} if self.scale is None else {"scale": self.scale}
+
+    def letters(self, **axes: str) -> dict[str, str]:
+        """Axes by name; without the batch where packed."""
+        return {name: letters.replace("B", "") if self.lengths else letters for name, letters in axes.items()}
+
+    def score_error(self, inputs: Tensors, *keys: str) -> float:
+        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that into a relative error."""
+        scale = self.D**-0.5 if self.scale is None else abs(self.scale)
+        return EPS * scale * longest(inputs["q"]) * max(longest(inputs[name]) for name in keys)
+
+    def blocks_by_pattern(self, pattern: str, block: int, count: int) -> torch.Tensor:
+        """Indices [B, T, Hk, count], or packed, each sequence's counted from its own start."""
+        generator = self.generator()
+        parts = [block_pattern(pattern, (1 if self.lengths else self.B, tokens, self.kv_heads, count), block, generator) for tokens in self.tokens()]
+        return torch.cat([part[0] for part in parts]) if self.lengths else parts[0]
+
+
+def longest(x: torch.Tensor) -> float:
+    """The greatest norm of a row."""
+    return x.norm(dim=-1).max().item() if x.numel() else 0.0
+
+
+def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) -> float:
+    """What fp32 itself costs a result over scores that are off by `score`, relative to it.
+
+    Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay.
+    """
+    finite = lse[lse.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    if name.startswith("lse"):
+        return score / largest if largest else 0.0
+    return score + EPS * largest if gradient else score
+
+
+def delta_cost(o: torch.Tensor, incoming: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does, with the other sign.
+
+    Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
+    """
+    return ((o.to(dtype).double() - o) * incoming).sum(-1) + EPS * (o * incoming).abs().sum(-1)
+
+
+def block_pattern(pattern: str, shape: tuple[int, int, int, int], block: int, generator: torch.Generator) -> torch.Tensor:
+    """Indices [B, T, Hk, S] of one length.
+
+    random: different blocks up to the query's own, ascending, -1 at the end. smooth: the same for 32 queries on end, with the first block, the own
+    one and that before it always there. repeats: any up to the own one, in any order, some of them twice; in int64. holes: any, later ones too, with
+    -1 between them, and every fifth query without one. own: the own block alone.
+    """
+    if pattern not in PATTERNS:
+        raise ValueError(f"there is no pattern {pattern!r}: expected one of {', '.join(PATTERNS)}")
+    batch, tokens, heads, count = shape
+    blocks = -(-tokens // block)
+    current = (torch.arange(tokens) // block)[:, None, None]
+    if pattern == "repeats":
+        return (torch.rand(shape, generator=generator) * (current + 1)).long()
+    if pattern == "holes":
+        indices = torch.randint(-1, max(blocks, 1), shape, generator=generator)
+        indices[:, 4::5] = -1
+        return indices.int()
+    if pattern == "own":
+        return torch.cat([current.expand(batch, tokens, heads, 1), torch.full((batch, tokens, heads, count - 1), -1)], -1).int()
+    each = 32 if pattern == "smooth" else 1
+    ranks = torch.rand((batch, -(-tokens // each), heads, blocks), generator=generator).repeat_interleave(each, 1)[:, :tokens]
+    block_of = torch.arange(blocks)
+    if pattern == "smooth":
+        ranks = ranks + ((block_of == 0) | (block_of == current) | (block_of == current - 1))
+    ranks = ranks.masked_fill(block_of > current, -1.0)
+    best, order = ranks.sort(dim=-1, descending=True)
+    chosen = order.masked_fill(best < 0, blocks)[..., :count].sort(dim=-1).values
+    return torch.nn.functional.pad(chosen.masked_fill(chosen == blocks, -1), (0, count - chosen.shape[-1]), value=-1).int()
+
+
+def drawn_sizes(draw: Callable[[Any], Any]) -> dict[str, Any]:
+    """Sizes of any shape, small enough to interpret."""
+    from hypothesis import strategies as st
+
+    kv_heads = draw(st.sampled_from((1, 2)))
+    return {
+        "B": draw(st.integers(1, 2)),
+        "T": draw(st.integers(0, 100)),
+        "H": kv_heads * draw(st.sampled_from((1, 2, 3, 8))),
+        "Hk": kv_heads,
+        "D": draw(st.integers(1, 64)),
+        "Dv": draw(st.none() | st.integers(1, 64)),
+        "size": draw(st.sampled_from((1.0, 10.0))),
+        "layout": draw(st.sampled_from(LAYOUTS)),
+    }
+
+
+def drawn_sequences(draw: Callable[[Any], Any]) -> dict[str, Any]:
+    """Those of sequences, packed or not, with a scale."""
+    from hypothesis import strategies as st
+
+    return drawn_sizes(draw) | {
+        "lengths": tuple(draw(st.just([]) | st.lists(st.integers(0, 70), max_size=4))),
+        "scale": draw(st.sampled_from((None, 0.5, -0.3, 0.0))),
+    }
