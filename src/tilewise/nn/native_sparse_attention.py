@@ -1,0 +1,182 @@
+"""`NativeSparseAttention`: projections, rotary positions, compression and gates around native_sparse_attention."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tilewise.nn.compression import WindowCompression, windows_of
+from tilewise.nn.rotary import packed_positions, rotate
+from tilewise.ops._host import checks
+from tilewise.ops.nsa.api import native_sparse_attention
+from tilewise.ops.nsa.arguments import check_sizes
+from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
+from tilewise.ops.nsa.sizes import Sizes
+
+COMPRESSIONS = ("mean", "learned")
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention of arXiv 2502.11089 as a layer: x `[B, T, dim]` -> `[B, T, dim]`.
+
+    Keys are turned by their rotary positions before they are compressed, in training and in decoding alike, so that the cache holds turned keys.
+
+    Args:
+        dim: channels of x and of the result.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of heads; by default heads.
+        head_dim: channels of a query and a key, by default `dim // heads`.
+        value_dim: channels of a value, by default head_dim.
+        compress_size, compress_stride, block_size, block_count, window_size, init_blocks, local_blocks: as in native_sparse_attention.
+        compression: `mean`, or `learned`, which is a WindowCompression.
+        rotary: turn queries and keys by their positions; head_dim must be even.
+        rotary_base: the base of the rotary wavelengths.
+        bias: whether the projections of x, the gates' too, and of the result have a bias.
+        backend: as in native_sparse_attention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        *,
+        compress_size: int = 32,
+        compress_stride: int = 16,
+        block_size: int = 64,
+        block_count: int = 16,
+        window_size: int = 512,
+        init_blocks: int = 1,
+        local_blocks: int = 2,
+        compression: str = "mean",
+        rotary: bool = True,
+        rotary_base: float = 10000.0,
+        bias: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_whole(dim, "dim", 1)
+        checks.check_whole(heads, "heads", 1)
+        kv_heads = heads if kv_heads is None else kv_heads
+        checks.check_whole(kv_heads, "kv_heads", 1)
+        if heads % kv_heads:
+            raise ValueError(f"heads is {heads} and kv_heads is {kv_heads}: heads must be a multiple of kv_heads")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"dim is {dim} and heads is {heads}: give head_dim where dim is no multiple of heads")
+        head_dim = dim // heads if head_dim is None else head_dim
+        value_dim = head_dim if value_dim is None else value_dim
+        for name, value in {"head_dim": head_dim, "value_dim": value_dim}.items():
+            checks.check_whole(value, name, 1)
+            if value > checks.MAX_CHANNELS:
+                raise ValueError(f"{name} is {value}: expected 1 to {checks.MAX_CHANNELS}")
+        if rotary and head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}: rotary positions turn pairs of channels; make it even, or set rotary=False")
+        checks.check_number(rotary_base, "rotary_base", minimum=1.0)
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression is {compression!r}: expected one of {', '.join(COMPRESSIONS)}")
+        check_sizes(Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks))
+        checks.check_whole(window_size, "window_size", 1)
+        self.dim, self.heads, self.kv_heads, self.head_dim, self.value_dim = dim, heads, kv_heads, head_dim, value_dim
+        self.sizes: dict[str, Any] = {
+            "compress_size": compress_size,
+            "compress_stride": compress_stride,
+            "block_size": block_size,
+            "block_count": block_count,
+            "window_size": window_size,
+            "init_blocks": init_blocks,
+            "local_blocks": local_blocks,
+        }
+        self.rotary_base = rotary_base if rotary else None
+        self.backend = backend
+        self.to_q = nn.Linear(dim, heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.to_k = nn.Linear(dim, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.to_v = nn.Linear(dim, kv_heads * value_dim, bias=bias, device=device, dtype=dtype)
+        self.to_gates = nn.Linear(dim, 3 * heads, bias=bias, device=device, dtype=dtype)
+        self.to_out = nn.Linear(heads * value_dim, dim, bias=bias, device=device, dtype=dtype)
+        self.compression = WindowCompression(compress_size, head_dim, value_dim, device=device, dtype=dtype) if compression == "learned" else None
+
+    def forward(
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, return_indices: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x `[B, T, dim]`, or packed `[N, dim]` with offsets cu_seqlens `[B + 1]`, positions counting from each sequence's start.
+
+        Returns the same shape, and with return_indices also the chosen blocks, as native_sparse_attention gives them.
+        """
+        self._check_x(x, cu_seqlens)
+        if cu_seqlens is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        else:
+            checks.check_offsets_tensor(cu_seqlens, "cu_seqlens", x.device, x.shape[0])
+            positions = packed_positions(cu_seqlens, x.shape[0])
+        q, k, v, gates = self._project(x, positions)
+        compressed: dict[str, Any] = {}
+        if self.compression is not None:
+            size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
+            k_cmp, v_cmp = self.compression(*(windows_of(part, size, stride, cu_seqlens) for part in (k, v)))
+            compressed = {"k_cmp": k_cmp, "v_cmp": v_cmp} if cu_seqlens is None else {"k_cmp": k_cmp[0], "v_cmp": v_cmp[0]}
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_indices": return_indices, "backend": self.backend}
+        result = native_sparse_attention(q, k, v, **gates, **compressed, **self.sizes, **options)
+        if isinstance(result, tuple):
+            o, indices = result
+            return self.to_out(o.flatten(-2)), indices
+        return cast(torch.Tensor, self.to_out(result.flatten(-2)))
+
+    def init_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> NSACache:
+        """An empty cache for `step`, for so many sequences of so many tokens; in the dtype of the weights, or autocast's inside autocast."""
+        weight = self.to_k.weight
+        if dtype is None:
+            casts = weight.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(weight.device.type)
+            dtype = torch.get_autocast_dtype(weight.device.type) if casts else weight.dtype
+        shape = batch, max_len, self.kv_heads, self.head_dim, self.value_dim
+        return NSACache(*shape, **self.sizes, compress=self.compression, dtype=dtype, device=weight.device)
+
+    @torch.no_grad()
+    def step(self, x: torch.Tensor, cache: NSACache, *, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """What forward gives at the positions of new tokens x `[B, n, dim]`, which the cache takes up; no gradient passes.
+
+        counts, int `[B]`, says how many of the n are real in each sequence, as in nsa_decode_step.
+        """
+        self._check_x(x, None)
+        if not isinstance(cache, NSACache):
+            raise TypeError(f"cache is a {type(cache).__name__}: expected what init_cache returns")
+        if cache.compress is not self.compression or any(getattr(cache, name) != value for name, value in self.sizes.items()):
+            raise ValueError("the cache was made for another layer, with other sizes or another compression: make one with this layer's init_cache")
+        if x.shape[0] != cache.batch:
+            raise ValueError(f"x has batch {x.shape[0]} and the cache has {cache.batch}: they must be equal (got shape {list(x.shape)})")
+        if x.device != cache.device:
+            raise ValueError(f"x is on {x.device} and the cache is on {cache.device}: move it there, or make a new cache where the layer is now")
+        positions = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+        q, k, v, gates = self._project(x, positions)
+        o = cast(torch.Tensor, nsa_decode_step(q, k, v, cache, **gates, counts=counts, backend=self.backend))
+        return cast(torch.Tensor, self.to_out(o.flatten(-2)))
+
+    def extra_repr(self) -> str:
+        """The sizes, for repr."""
+        sizes = ", ".join(f"{name}={value}" for name, value in self.sizes.items())
+        compression = "mean" if self.compression is None else "learned"
+        return (
+            f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, {sizes}, "
+            f"compression={compression!r}, rotary={self.rotary_base is not None}"
+        )
+
+    def _project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """q [.., T, heads, head_dim], k, v, and the gates [.., T, heads] of x [.., T, dim]; q and k turned by positions [.., T]."""
+        q = self.to_q(x).unflatten(-1, (self.heads, self.head_dim))
+        k = self.to_k(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.to_v(x).unflatten(-1, (self.kv_heads, self.value_dim))
+        if self.rotary_base is not None:
+            q, k = (rotate(part, positions, self.rotary_base) for part in (q, k))
+        gates = torch.sigmoid(self.to_gates(x)).unflatten(-1, (3, self.heads)).unbind(-2)
+        return q, k, v, dict(zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True))
+
+    def _check_x(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: expected a torch.Tensor")
+        packed = cu_seqlens is not None
+        if x.dim() != (2 if packed else 3) or x.shape[-1] != self.dim:
+            expected = f"[N, {self.dim}], packed, since cu_seqlens is given" if packed else f"[B, T, {self.dim}]"
+            raise ValueError(f"x has shape {list(x.shape)}: expected {expected}")
