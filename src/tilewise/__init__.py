@@ -11,23 +11,28 @@ if TYPE_CHECKING:
     from tilewise.ops.flash.api import flash_attention
     from tilewise.ops.nsa.api import compressed_attention, native_sparse_attention, select_blocks, selected_attention
     from tilewise.ops.nsa.attend import native_sparse_attend
+    from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
 
 __version__ = "0.1.0"
 __all__ = [
+    "NSACache",
     "__version__",
     "compressed_attention",
     "flash_attention",
     "native_sparse_attend",
     "native_sparse_attention",
+    "nsa_decode_step",
     "select_blocks",
     "selected_attention",
 ]
 
 _HOME = {
+    "NSACache": "tilewise.ops.nsa.decode",
     "compressed_attention": "tilewise.ops.nsa.api",
     "flash_attention": "tilewise.ops.flash.api",
     "native_sparse_attend": "tilewise.ops.nsa.attend",
     "native_sparse_attention": "tilewise.ops.nsa.api",
+    "nsa_decode_step": "tilewise.ops.nsa.decode",
     "select_blocks": "tilewise.ops.nsa.api",
     "selected_attention": "tilewise.ops.nsa.api",
 }
