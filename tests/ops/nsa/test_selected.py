@@ -51,7 +51,7 @@ def test_chunks_of_tokens_change_nothing_but_the_order_of_sums(device, monkeypat
     whole = run(*case, 16, "lists")
     monkeypatch.setattr(configs, "LIST_ENTRIES", 32)
     monkeypatch.setattr(configs, "PARTIAL_BYTES", 24 << 10)
-    monkeypatch.setattr(configs, "SEGMENT_ENTRIES", (4, 4))
+    monkeypatch.setattr(configs, "SEGMENT_ENTRIES", dict.fromkeys(configs.SEGMENT_ENTRIES, (4, 4)))
     inputs = selected.make_inputs(*case[:3], case[4], None, 16, 0.25)
     assert len(index.chunks(inputs.named, inputs.named.heads * inputs.named.slots * (16 * 4 + 8))) > 2
     parted = run(*case, 16, "lists")

@@ -18,9 +18,9 @@ SCORE_BYTES = 512 << 20
 # Entries that a tile of tokens sorts: for the lists, and at most for a union.
 LIST_ENTRIES = 256
 UNION_ENTRIES = 512
-# Rows of queries that one program in key order takes at most, of at least so many and at most so many entries: long lists are split for balance.
-SEGMENT_ROWS = {"lists_fwd": 4096, "lists_bwd": 6144}
-SEGMENT_ENTRIES = (256, 1024)
+# Long lists are split for balance: rows of queries that one program in key order takes, and the least and the most entries that may come to.
+SEGMENT_ROWS = {"forward": 4096, "backward": 6144, "dkdv": 16384}
+SEGMENT_ENTRIES = {"forward": (256, 1024), "backward": (256, 1024), "dkdv": (256, 2048)}
 # Bytes of one tile of keys, by family, in 16 bits (half in fp32, whose products hold more tiles): a longer block of keys is cut into parts that fit.
 KEY_TILE_BYTES: dict[Family, int] = {"hopper": 32 << 10, "blackwell": 32 << 10, "medium": 32 << 10, "small": 16 << 10}
 
@@ -65,10 +65,10 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> 
     )
 
 
-def segment_entries(kernel: Kernel, group: int) -> int:
-    """Entries of one list that one program takes."""
-    least, most = SEGMENT_ENTRIES
-    return min(max(SEGMENT_ROWS[kernel] // group, least), most)
+def segment_entries(work: Literal["forward", "backward", "dkdv"], group: int) -> int:
+    """Entries of one list that one program takes, in the forward, the backward, and the backward that leaves dQ to the query order."""
+    least, most = SEGMENT_ENTRIES[work]
+    return min(max(SEGMENT_ROWS[work] // group, least), most)
 
 
 def rows_a_token(width: int, element_size: int) -> int:

@@ -192,7 +192,7 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
     partial_o = torch.empty(results, o.shape[-1], dtype=o.dtype, device=o.device)
     partial = {"partial_o": partial_o, "partial_lse": torch.empty(results, dtype=torch.float32, device=o.device)}
     for chunk in chunks:
-        lists = index.make_lists(named, chunk, configs.segment_entries("lists_fwd", inputs.group), flag, LISTS)
+        lists = index.make_lists(named, chunk, configs.segment_entries("forward", inputs.group), flag, LISTS)
         rows = chunk.tiles * named.tile_tokens * rows_a_token
         merge = {
             "ranks": lists.ranks,
@@ -282,7 +282,7 @@ def _backward_lists(
     """Add to dk (but for the scale) and dv, `sums` in fp32 by index head; and where dq is given write it."""
     named, config = inputs.named, inputs.config("lists_bwd")
     wanted = LISTS if dq is not None else UNION
-    segment = configs.segment_entries("lists_bwd", inputs.group)
+    segment = configs.segment_entries("backward" if dq is not None else "dkdv", inputs.group)
     dk, dv = sums
     arguments = (
         _arguments(inputs, config) | rows.arguments() | {"flag": flag, "WANTED": wanted, "dk": dk, "dv": dv, "dsel": dsel, "scale": inputs.scale}

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tilewise.ops.nsa.reference import choice_scores, compress_mean
 from tilewise.verify.cases import nsa_mutants
 from tilewise.verify.cases.nsa_base import EPS, Sequences, drawn_sequences
 from tilewise.verify.cases.nsa_compressed import check_windows, window_count
@@ -122,6 +121,8 @@ class Nsa(Sequences):
             return f"dtype {actual.dtype}, expected {torch.int32}"
         if self.given:
             return "" if torch.equal(actual, inputs["block_indices"]) else "the blocks are not those that were given"
+        # Only now: a bug is planted in a process that has loaded the suite and nothing of tilewise.ops.
+        from tilewise.ops.nsa.reference import choice_scores, compress_mean
 
         def scores(compute_dtype: torch.dtype) -> torch.Tensor:
             q, k = (inputs[name].to(compute_dtype) for name in ("q", "k_cmp" if self.learned else "k"))
@@ -162,23 +163,19 @@ _SIZES: dict[str, Any] = {"H": 8, "Hk": 2, "D": 32, "Dv": 64, **_PAPER}
 CASES = (
     _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 4 blocks of 8", H=4, Hk=2, D=16, Dv=32),
     _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16", B=2, T=128, block=16, **_SIZES),
-    _case("large", "B 4, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32", B=4, T=256, block=32, window=64, **_SIZES),
+    _case("large", "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32", B=2, T=256, block=32, window=64, **_SIZES),
     _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 5 blocks of 32", B=8, T=512, block=32, count=5, window=128, **_SIZES),
     _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64", B=16, T=1024, block=64, count=8, window=256, **_SIZES),
     _case("no-tokens", "T 0", T=0, D=8),
     _case("one-token", "T 1: one key, and no window; scale 0", T=1, D=8, H=4, Hk=2, scale=0.0),
-    _case("short", "T 5, shorter than a window and a block; 3 query heads a key head", T=5, H=3, Hk=1, D=8, Dv=3, window=3),
-    _case(
-        "odd-length", "T 61, 3 query heads a key head, D 12, Dv 5, windows of 12, blocks of 16", T=61, H=3, Hk=1, D=12, Dv=5, compress=12, block=16
-    ),
+    _case("short", "T 5, shorter than a window; 3 query heads a key head, nothing selected", T=5, H=3, Hk=1, D=8, Dv=3, window=3, gates="cmp+swa"),
+    _case("odd-length", "T 61, 3 query heads a key head, D 12, Dv 5, windows of 12", T=61, H=3, Hk=1, D=12, Dv=5, compress=12, block=16),
     _case("choice-alone", "selected blocks alone, of which the own one is forced", T=70, H=4, Hk=2, gates="slc", init=0, local=1, count=3),
-    _case("mqa-16", "16 query heads, one key head; nothing selected, scale 0", T=25, H=16, Hk=1, D=8, gates="cmp+swa", window=7, scale=0.0),
+    _case("mqa-16", "16 query heads, one key head; scale 0, where blocks tie", T=25, H=16, Hk=1, D=8, block=4, local=1, count=3, window=7, scale=0.0),
     _case("large-logits", "logits up to about ±50; no sliding window", T=65, H=2, Hk=1, size=12.0, gates="cmp+slc"),
-    _case(
-        "strided", "a transposed q, an expanded k, a cut v, cut gates; scale -0.3", B=2, T=35, H=2, Hk=1, layout="mixed", local=1, count=3, scale=-0.3
-    ),
+    _case("strided", "transposed q, expanded k, cut v and gates; scale -0.3", B=2, T=35, H=2, Hk=1, layout="mixed", local=1, count=3, scale=-0.3),
     _case("learned", "learned windows; more blocks may be selected than there are", T=50, H=2, Hk=1, learned=True, count=9, window=100),
-    _case("packed", "lengths 0, 29, 1, 0, 14 of one batch", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, local=1, count=3),
+    _case("packed", "lengths 0, 29, 1, 0, 14 of one batch, blocks of 4", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=4, local=1, count=3),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
     _case("group-6", "6 query heads, one key head, D 80, windows wider than a block", T=150, H=6, Hk=1, D=80, compress=32, stride=8, block=16),
     _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=300, H=4, Hk=1, D=96, Dv=128, compress=24, stride=12, block=48, window=50),

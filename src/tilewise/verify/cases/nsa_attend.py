@@ -122,16 +122,12 @@ CASES = (
     _case("one-token", "T 1: its own key, and the same again as a selected block", T=1, D=8, block=4, mask="all", scaled=True, window=True),
     _case("short", "T 5, shorter than a block; 3 query heads a key head", T=5, H=3, Hk=1, D=8, Dv=3, block=32, scaled=True),
     _case("repeats", "4 namings of the first two blocks; T 50, D 12, Dv 20", T=50, H=3, Hk=1, D=12, Dv=20, count=4, among=2, mask="all"),
-    _case(
-        "selected-only", "no own block: rows that see nothing, blocks after the query", T=61, H=4, Hk=2, D=8, block=8, count=2, own=False, scaled=True
-    ),
+    _case("selected-only", "no own block: rows that see nothing, later blocks", T=61, H=4, Hk=2, D=8, block=8, count=2, own=False, scaled=True),
     _case("none-selected", "every block masked out: the own block alone, and the window", T=50, block=16, mask="none", scaled=True, window=True),
     _case("apart", "every query head names its own blocks; blocks of 8", T=41, H=4, Hk=2, D=8, block=8, count=2, apart=True, scaled=True),
     _case("mqa-16", "16 query heads, one key head; no sel_scale", T=33, H=16, Hk=1, D=8, block=8, count=2, window=True),
     _case("large-logits", "logits up to about ±100", T=65, size=10.0, H=2, Hk=1, scaled=True),
-    _case(
-        "strided", "a transposed fq, an expanded fk, a cut fv and sel_scale", B=2, T=35, H=2, Hk=1, count=2, layout="mixed", scaled=True, window=True
-    ),
+    _case("strided", "transposed fq, expanded fk, cut fv and sel_scale", B=2, T=35, H=2, Hk=1, count=2, layout="mixed", scaled=True, window=True),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80, scaled=True),
     _case("group-6", "6 query heads, one key head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, scaled=True, window=True),
     _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=200, H=4, Hk=1, D=96, Dv=128, block=48, count=4, scaled=True, window=True),

@@ -85,8 +85,8 @@ COMPRESSED = (
     Mutant("stride-ignored", "windows stand side by side in the mask", "_tile.mask", "o_n = o_n * KEY_STRIDE", "o_n = o_n"),
     Mutant("aligned-at-the-end", "windows are counted from the last query", "_tile.mask", "if KEY_STRIDE is not None: off = 0", "off = off"),
     Mutant(
-        "too-few-tiles", "keys before a position are rounded down", "_tile.mask",
-        "(position + (KEY_STRIDE - 1)) // KEY_STRIDE", "position // KEY_STRIDE - 1",
+        "too-few-tiles", "half of the key tiles are not read", "_tile.mask",
+        "(position + (KEY_STRIDE - 1)) // KEY_STRIDE", "position // (2 * KEY_STRIDE)",
     ),
     Mutant("forgotten-rescale", "earlier sums keep the old maximum", "flash.kernels_fwd", "acc = acc * rescale[:, None]", "acc = acc"),
     Mutant("missing-scale", "scores are not scaled", "flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED"),

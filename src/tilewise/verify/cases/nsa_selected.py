@@ -69,12 +69,8 @@ _SIZES: dict[str, Any] = {"H": 8, "Hk": 2, "D": 32, "Dv": 64}
 CASES = (
     _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 3 blocks of 16", H=4, Hk=2, D=16, Dv=32),
     _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16", B=2, T=128, count=4, **_SIZES),
-    _case(
-        "large", "B 4, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, alike for neighbours", B=4, T=256, block=32, count=4, pattern="smooth", **_SIZES
-    ),
-    _case(
-        "xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, alike for neighbours", B=8, T=512, block=32, count=8, pattern="smooth", **_SIZES
-    ),
+    _case("large", "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, smooth", B=2, T=256, block=32, count=4, pattern="smooth", **_SIZES),
+    _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, smooth", B=8, T=512, block=32, count=8, pattern="smooth", **_SIZES),
     _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64", B=16, T=1024, block=64, count=8, **_SIZES),
     _case("no-tokens", "T 0", T=0, D=8),
     _case("one-token", "T 1: one key", T=1, D=8, block=4),
@@ -84,9 +80,7 @@ CASES = (
     _case("own", "the own block alone; one query head a key head, scale -0.3", T=50, H=2, block=8, count=2, pattern="own", scale=-0.3),
     _case("smooth", "neighbours name the same blocks; 16 query heads, one key head", T=50, H=16, Hk=1, D=8, block=8, count=4, pattern="smooth"),
     _case("large-logits", "logits up to about ±100", T=65, size=25.0, H=4, Hk=2),
-    _case(
-        "strided", "a transposed q, expanded keys, cut values, transposed indices; scale 0", B=2, T=35, H=2, Hk=1, block=8, layout="mixed", scale=0.0
-    ),
+    _case("strided", "transposed q and indices, expanded keys, cut values; scale 0", B=2, T=35, H=2, Hk=1, block=8, layout="mixed", scale=0.0),
     _case("packed", "lengths 0, 29, 1, 0, 14 of one batch", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=8, count=2),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
     _case("group-6", "6 query heads, one key head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, count=3),
@@ -97,9 +91,7 @@ CASES = (
     _case("d-256", "D 192, Dv 256, blocks of 32", T=130, H=2, Hk=1, D=192, Dv=256, block=32),
     _case("strided-aligned", "strided on lines of 16 bytes, D 128", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned", pattern="holes"),
     _case("packed-128", "packed, D 128, blocks of 32", lengths=(130, 0, 257, 31, 1), H=4, Hk=2, D=128, block=32, pattern="smooth"),
-    _case(
-        "packed-holes", "packed, cut out of wider tensors, D 72, -1 between blocks", lengths=(17, 0, 49), H=2, D=72, layout="mixed", pattern="holes"
-    ),
+    _case("packed-holes", "packed, cut out of wider tensors, -1 between blocks", lengths=(17, 0, 49), H=2, D=72, layout="mixed", pattern="holes"),
 )
 
 
