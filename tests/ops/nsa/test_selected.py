@@ -143,6 +143,6 @@ def test_every_block_size_has_parts_that_fit_or_is_refused():
         assert parts > 0 or block % 16 != 0
     assert configs.parts_of_block(64, 128, 2, 90) == 1
     assert configs.parts_of_block(127, 256, 4, 90) == 0
+    x = torch.zeros(1, 127, 1, 256)
     with pytest.raises(ValueError, match="block_size is 127.*a multiple of 16"):
-        x = torch.zeros(1, 127, 1, 256)
         selected.make_inputs(x, x, x, torch.zeros(1, 127, 1, 1), None, 127, 1.0)

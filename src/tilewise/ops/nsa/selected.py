@@ -75,8 +75,8 @@ def make_inputs(
     parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
-            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 or "
-            "more that do; take a multiple of 16, or backend='reference'"
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
+            "or more that do; take a multiple of 16, or backend='reference'"
         )
     indices = indices.to(torch.int32)
     if parts > 1:
@@ -219,7 +219,8 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
         )
 
 
-# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are faster); keys of one that sums segments.
+# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are faster), and keys of one that
+# sums segments.
 MERGED_ROWS = 64 if interpreting() else 16
 SUMMED_ROWS = 64 if interpreting() else 8
 SUMMED_KEYS = 16

@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
 
 def window_count(tokens: int, size: int, stride: int) -> int:
     """Whole windows in so many tokens; also the windows that query `tokens - 1` sees."""
-    return torch.sym_max(0, (tokens - size) // stride + 1)
+    return (tokens - size) // stride + 1 if tokens >= size else 0
 
 
 def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:

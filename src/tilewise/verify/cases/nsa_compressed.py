@@ -80,7 +80,7 @@ CASES = (
     _case("no-windows", "T 7, windows of 8: output 0, LSE -inf", T=7, D=8, H=3, Hk=1),
     _case("one-window", "T 16, windows of 16: the last token alone sees it", T=16, D=8, compress=16, stride=16),
     _case("odd-length", "T 75, windows of 12, one each 4; 3 query heads a key head, D 12, Dv 5", T=75, H=6, Hk=2, D=12, Dv=5, compress=12),
-    _case("every-token", "a window starts at every token, 148 of them: several tiles of keys; scale -0.3", T=150, H=1, compress=3, stride=1, scale=-0.3),
+    _case("every-token", "148 windows, one a token: several tiles of keys; scale -0.3", T=150, H=1, compress=3, stride=1, scale=-0.3),
     _case("mqa-16", "16 query heads, one key head; windows that do not overlap; scale 0", T=41, H=16, Hk=1, D=8, compress=4, scale=0.0),
     _case("large-logits", "logits up to about ±100", T=65, size=25.0),
     _case("strided", "a transposed q, expanded keys, cut values", B=2, T=51, H=4, Hk=2, layout="mixed"),
