@@ -80,18 +80,19 @@ def verify(
 
 @app.command()
 def trace(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash.")],
-    block_m: Annotated[int | None, typer.Option(help="Queries a tile; 64 by default.")] = None,
-    block_n: Annotated[int | None, typer.Option(help="Keys a tile; 64 by default.")] = None,
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed or nsa-selected.")],
+    block_m: Annotated[int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")] = None,
+    block_n: Annotated[int | None, typer.Option(help="Keys a tile (nsa-selected: a block); by default 64, of nsa operators 16.")] = None,
     kernel_index: Annotated[int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")] = None,
     seq_blocks: Annotated[int, typer.Option(help="Length of the sequence in tiles of queries.")] = 2,
     program: Annotated[int, typer.Option(help="Which program of the kernel's grid.")] = 0,
     warp: Annotated[int | None, typer.Option(help="Only the rows of the query tile that this warp owns.")] = None,
     warps: Annotated[int, typer.Option(help="Warps that share the query tile.")] = 4,
-    head: Annotated[int, typer.Option(help="Which query head.")] = 0,
+    head: Annotated[int, typer.Option(help="Which query head (nsa-selected: which key head).")] = 0,
     direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
+    order: Annotated[str | None, typer.Option(help="nsa-selected's loop order: lists (the default) or union.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask; nsa operators always have theirs.")] = False,
     by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
     impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Trace the kernel that this function launches.")] = None,
     names: Annotated[str, typer.Option(metavar="S=qk,M=m_i,...", help="Which of its variables hold our values.")] = "",
@@ -102,7 +103,8 @@ def trace(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with heat maps of every value.")] = None,
 ) -> None:
     """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where they part."""
-    from tilewise.trace.command import Request, run_trace
+    from tilewise.trace.command import run_trace
+    from tilewise.trace.request import Request
     from tilewise.verify.implementation import UsageError
 
     console = _console()
@@ -110,9 +112,9 @@ def trace(
         pairs = [part.strip().partition("=") for part in names.split(",") if part.strip()]
         if not all(equals and value for _, equals, value in pairs):
             raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
-        mapping = {name: value for name, _, value in pairs}
+        mapping = {name: value for name, _, value in pairs} or None
         fill = "range" if by_range else "random"
-        request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, dtype, causal, fill)
+        request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, order, dtype, causal, fill)
         lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
     except UsageError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
@@ -125,7 +127,7 @@ def trace(
 
 @app.command()
 def sanity(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash.")],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed or nsa-selected.")],
     kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Mismatches by row, head and channel.")] = False,

@@ -6,8 +6,9 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.flash import configs, launch
-from tilewise.sanity import command, flash
+from tilewise.sanity import flash
 from tilewise.sanity.command import Request, run_sanity
+from tilewise.sanity.outcome import Outcome
 
 ENTRIES = flash.entries()
 
@@ -52,7 +53,9 @@ def test_list_and_one_configuration():
 
 def test_wrong_usage():
     assert invoke("--kernel", "999").exit_code == 2
-    assert CliRunner().invoke(cli.app, ["sanity", "flush"]).exit_code == 2
+    unknown = CliRunner().invoke(cli.app, ["sanity", "flush"])
+    assert unknown.exit_code == 2
+    assert "expected one of flash, nsa-compressed, nsa-selected" in " ".join(unknown.output.split())
 
 
 def test_a_wrong_configuration_fails_and_is_placed(monkeypatch):
@@ -74,7 +77,9 @@ def test_a_wrong_configuration_fails_and_is_placed(monkeypatch):
 
 def test_fp32_is_held_to_plain_tolerances():
     truth = torch.ones(4, dtype=torch.float64)
-    outcome = flash.Outcome("o", torch.tensor([1.0, 1.002, 1.0005, torch.nan]), truth, truth.float())
-    bad, largest = command._mismatches(outcome)
-    assert bad.tolist() == [False, True, False, True]
-    assert largest == torch.inf
+    outcome = Outcome("o", torch.tensor([1.0, 1.002, 1.0005, torch.nan]), truth, truth.float())
+    assert outcome.bad.tolist() == [False, True, False, True]
+    assert not outcome.right
+    assert outcome.text == "o: 2 of 4 mismatched (50.00 %), max inf"
+    nothing = torch.tensor([-torch.inf, -torch.inf], dtype=torch.float64)
+    assert Outcome("lse", torch.tensor([-torch.inf, 3.0]), nothing, nothing.float()).bad.tolist() == [False, True]

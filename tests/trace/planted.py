@@ -1,4 +1,4 @@
-"""Runs `tilewise trace` with a bug planted: planted.py MODULE OLD NEW ARGUMENT..."""
+"""Runs `tilewise trace` with a bug planted: planted.py MODULE OLD NEW OPERATOR ARGUMENT..."""
 
 import sys
 
@@ -8,10 +8,9 @@ from tilewise.verify.suite import Mutant
 
 interpreter.use_where_no_gpu()
 module, old, new, *arguments = sys.argv[1:]
-if module:
-    plant(Mutant("planted", "", module, old, new))
+plant(Mutant("planted", "", module, old, new))
 
 from tilewise.cli import main  # noqa: E402
 
-sys.argv = ["tilewise", "trace", "flash", *arguments]
+sys.argv = ["tilewise", "trace", *arguments]
 main()

@@ -5,30 +5,35 @@ import torch
 
 from tilewise import interpreter
 from tilewise.ops.flash.configs import Config
-from tilewise.trace import flash, tapped
-from tilewise.trace.flash import Case
+from tilewise.ops.flash.simulate import Options
+from tilewise.ops.nsa.simulate import compressed_options
+from tilewise.trace import tapped
+from tilewise.trace.flash_forward import HEADS, Case
 from tilewise.trace.judge import first_divergence, judge
 
 pytestmark = pytest.mark.gpu
 
 
-def make(tokens, causal, dtype, device):
+def make(tokens, mask, dtype, device):
+    """As the mask says: none, causal, or a window a key."""
     generator = torch.Generator().manual_seed(0)
-    q, do = (torch.randn(1, tokens, flash.HEADS, 64, generator=generator).to(device, dtype) for _ in range(2))
-    k, v = (torch.randn(1, tokens, 1, 64, generator=generator).to(device, dtype) for _ in range(2))
-    return Case(q, k, v, causal), do
+    keys = (tokens - 4) // 2 + 1 if mask == "windows" else tokens
+    options = compressed_options(tokens, 4, 2, 0.125) if mask == "windows" else Options(0.125, right=0 if mask == "causal" else None)
+    q, do = (torch.randn(1, tokens, HEADS, 64, generator=generator).to(device, dtype) for _ in range(2))
+    k, v = (torch.randn(1, keys, 1, 64, generator=generator).to(device, dtype) for _ in range(2))
+    return Case(q, k, v, options), do
 
 
 def verdict(traced, dtype):
     rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), float(torch.finfo(dtype).eps))
-    return rows, first_divergence(rows, traced.steps, flash.ORDER[traced.part])
+    return rows, first_divergence(rows, traced.steps, traced.order)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "causal", "windows"])
 @pytest.mark.parametrize(("program", "tokens"), [(0, 64), (1, 64), (2, 75)])
-def test_taps_agree_with_the_simulation(program, tokens, causal, dtype, device):
-    case, do = make(tokens, causal, dtype, device)
+def test_taps_agree_with_the_simulation(program, tokens, mask, dtype, device):
+    case, do = make(tokens, mask, dtype, device)
     config = Config(32, 32, 4, 1)
     with interpreter.quiet():
         traces = [tapped.tap_forward(case, config, program), *tapped.tap_backward(case, do, config, program)]
@@ -40,7 +45,7 @@ def test_taps_agree_with_the_simulation(program, tokens, causal, dtype, device):
 
 
 def test_a_wrong_value_is_seen(device):
-    case, _ = make(64, False, torch.bfloat16, device)
+    case, _ = make(64, "none", torch.bfloat16, device)
     with interpreter.quiet():
         traced = tapped.tap_forward(case, Config(32, 32, 4, 1), 0)
     traced.kernel["L_1"][3] *= 1.01

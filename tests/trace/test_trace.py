@@ -60,7 +60,7 @@ def test_the_head_and_program_asked_for_are_traced(tmp_path):
 # (what, module, old, new, options) -> what the first line must say, and what must follow from it
 BUGS = {
     "scale": ("flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED", [], "block 0, M", "8 times"),
-    "mask": ("_tile.mask", "o_n <= o_m + (off + right)", "o_n <= o_m + (off + right + 1)", ["--causal"], "block 1, S", "the mask: row 0 sees key 1"),
+    "mask": ("_tile.mask", "<= o_m + (off + right)", "<= o_m + (off + right + 1)", ["--causal"], "block 1, S", "the mask: row 0 sees key 1"),
     "max": (
         "_tile.softmax",
         "tl.maximum(m, tl.max(b_s, 1) * scale_log2)",
@@ -100,7 +100,7 @@ BUGS = {
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = ["--block-m", "32", "--block-n", "32", "--out", str(tmp_path), *options]
-    command = [sys.executable, str(PLANTED), module, old, new, *words]
+    command = [sys.executable, str(PLANTED), module, old, new, "flash", *words]
     outcome = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
@@ -133,6 +133,7 @@ def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
         (["--program", "2", "--head", "1"], "together below 4"),
         (["--warp", "4"], "there is no warp 4"),
         (["--names", "S"], "expected NAME=VARIABLE pairs"),
+        (["--order", "lists"], "--order means nothing to flash"),
         (["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "S=nope"], "seen were .*b_s.*m_new"),
         (["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "X=b_s"], "there is no value 'X': expected some of Q, K, S"),
         (["--impl", f"{EXAMPLES / 'flash_implementations.py'}:correct"], "no Triton kernel was launched"),
@@ -170,6 +171,12 @@ def test_by_range_two_runs_give_identical_files(tmp_path):
     assert texts[0] == texts[1]
 
 
+def test_an_operator_that_is_not_traced(tmp_path):
+    outcome = CliRunner().invoke(cli.app, ["trace", "flush", "--out", str(tmp_path)])
+    assert outcome.exit_code == 2
+    assert "expected one of flash, nsa-compressed, nsa-selected" in " ".join(outcome.output.split())
+
+
 def test_block_flash_attention(tmp_path):
     q, k, v = (torch.randn(50, 16, dtype=torch.float64) for _ in range(3))
     truth = torch.softmax(q @ k.T / 4, -1) @ v
@@ -199,3 +206,15 @@ def test_recording_changes_nothing_and_ends():
     assert {"b_s", "m_new", "acc"} <= {event.name for event in recording.events}
     flash_attention(q, q, q, backend="triton")
     assert len(recording.events) == count
+
+
+def test_each_kernel_has_the_program_that_is_asked_for():
+    from tilewise import flash_attention
+
+    q = torch.randn(1, 20, 2, 16, requires_grad=True)
+    with record({"flash_bwd_dkdv_kernel": 1, "flash_bwd_dq_kernel": 0}) as recording:
+        flash_attention(q, q, q, backend="triton").sum().backward()
+    assert {recording.kernels[event.launch] for event in recording.events} == {"flash_bwd_dkdv_kernel", "flash_bwd_dq_kernel"}
+    # One tile a head: the program is the head.
+    keys, queries = (next(e.value for e in recording.of_kernel(f"flash_bwd_{name}_kernel") if e.name == "i_h") for name in ("dkdv", "dq"))
+    assert (int(keys), int(queries)) == (1, 0)

@@ -21,10 +21,11 @@ from pages import CONTRASTS, Balanced, assert_stands_alone
 
 from tilewise import cli
 from tilewise.ops.flash import simulate
-from tilewise.ops.flash.configs import Config
-from tilewise.trace import command, html
-from tilewise.trace.flash import Case, Traced, arrays
+from tilewise.trace import html
+from tilewise.trace.command import verdict
+from tilewise.trace.flash_forward import FORWARD_ORDER, Case
 from tilewise.trace.html import LEVELS, MOST_CELLS, STEPS, facts, render_html
+from tilewise.trace.request import Request, Traced, arrays
 
 EPS = float(torch.finfo(torch.bfloat16).eps)
 REQUEST = {"operator": "flash", "tiles": "64 queries × 64 keys", "dtype": "bf16"}
@@ -33,7 +34,7 @@ REQUEST = {"operator": "flash", "tiles": "64 queries × 64 keys", "dtype": "bf16
 @cache
 def simulated(block=64):
     q, k, v = (torch.randn(1, 2 * block, 1, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
-    case = Case(q, k, v, causal=True)
+    case = Case(q, k, v, simulate.Options(0.125, right=0))
     tensors = [case.head(x, 0) for x in (q, k, v)]
     # The second tile of queries: of its two blocks the second is masked in part.
     tiling = simulate.Tiling(block, block)
@@ -47,11 +48,11 @@ def traced(name=None, at=(3, 5), add=1.0, block=64, where="head 0, rows 64 to 12
     kernel = {key: x.copy() for key, x in simulation.items()}
     if name:
         kernel[name][at] += add
-    return Traced("flash_fwd_kernel", "forward", where, kernel, simulation, exact, 2)
+    return Traced("flash_fwd_kernel", "forward", where, kernel, simulation, exact, 2, FORWARD_ORDER)
 
 
 def page_of(*programs, request=REQUEST, **options):
-    return render_html([(one, command._verdict(one, EPS)[0]) for one in programs], request, EPS, **options)
+    return render_html([(one, verdict(one, EPS)[0]) for one in programs], request, EPS, **options)
 
 
 PAGES = {
@@ -97,7 +98,7 @@ def test_the_first_divergence_is_marked_once_and_linked_from_the_verdict():
     one = traced("O_scale_1", (3, 5), 1.0)
     one.kernel["O_final"][0, 0] += 1.0
     page = page_of(one)
-    lines, agrees = command._verdict(one, EPS)
+    lines, agrees = verdict(one, EPS)
     assert not agrees
     assert all(line.strip() in Balanced(page).text for line in lines)
     assert page.count("first divergence</span>") == 1
@@ -130,7 +131,7 @@ def test_what_the_user_names_is_escaped():
     evil = "<script>alert('x')</script>\"&"
     one = traced()
     kernel, simulation, exact = ({**values, evil: values["Q"]} for values in (one.kernel, one.simulation, one.exact))
-    one = Traced(evil, "forward", evil, kernel, simulation, exact, 2)
+    one = Traced(evil, "forward", evil, kernel, simulation, exact, 2, FORWARD_ORDER)
     page = render_html([(one, [evil, evil])], {evil: evil}, EPS, evil)
     assert "<script" not in page
     assert Balanced(page).text.count(evil) > 8
@@ -209,13 +210,19 @@ def test_colours_keep_their_order_without_hue_and_are_those_of_verify():
 
 
 def test_the_request_in_words():
-    asked = command.Request("flash", seq_blocks=3, warp=1, kernel_index=4, causal=True, names={"S": "qk"}, fill="range")
-    words = facts(asked, Config(32, 64, 4, 1))
-    assert words["tiles"] == "32 queries × 64 keys"
-    assert (words["tokens"], words["rows"], words["mask"], words["inputs"]) == ("96", "of warp 1 of 4", "causal", "by rule: range")
+    asked = Request("flash", warp=1, kernel_index=4, names={"S": "qk"}, fill="range")
+    words = facts(asked, {"tiles": "32 queries × 64 keys", "tokens": "96"})
+    assert (words["operator"], words["tiles"], words["tokens"]) == ("flash", "32 queries × 64 keys", "96")
+    assert (words["rows"], words["configuration"], words["inputs"]) == ("of warp 1 of 4", "4 of the operator's table", "by rule: range")
     assert words["variables"] == "S=qk"
-    backward = facts(command.Request("flash", direction="backward"), Config(32, 64, 4, 1))
+    backward = facts(Request("flash", direction="backward"), {})
     assert not {"variables", "head", "rows", "configuration"} & set(backward)
+
+
+def test_a_step_is_called_what_it_is():
+    page = page_of(replace(traced("O_1"), turn="slot"))
+    assert re.findall(r"<h3>(.*?)</h3>", page)[1:3] == ["Slot 0", "Slot 1"]
+    assert "the first to part is slot 1, O at [3, 5]" in Balanced(page).text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")
@@ -229,6 +236,7 @@ def test_the_command_writes_the_page(tmp_path):
     *lines, written = outcome.output.splitlines()
     assert len(lines) == 2
     assert all(line.strip() in text for line in lines)
+    assert all(fact in text for fact in ("tiles 32 queries × 32 keys", "tokens 64", "mask none"))
     assert str(file) in written
     missing = CliRunner().invoke(cli.app, [*words, "--html", str(tmp_path / "nowhere" / "trace.html")])
     assert missing.exit_code == 2

@@ -1,6 +1,5 @@
 """Flash attention's tile configurations, each run on a problem of its own."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +10,8 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.configs import SHARED_MEMORY, SHORT, TABLE, WIDTHS, Config, Family, Kernel
 from tilewise.ops.flash.reference import flash_attention
-from tilewise.verify.fill import make_fill
+from tilewise.sanity.operators import Operator
+from tilewise.sanity.outcome import Outcome, Reference, filled, gradient_outcomes, output_outcomes
 
 HEADS = 2
 
@@ -73,45 +73,26 @@ def entries() -> list[Entry]:
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one tensor of one configuration came to."""
-
-    name: str
-    actual: torch.Tensor
-    truth: torch.Tensor
-    eager: torch.Tensor
-
-
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes, beside fp64 truth and eager torch's; `small` is two tiles each way, else 37 tokens more."""
-    config = entry.config
+    """The tensors that this configuration makes; `small` is two tiles each way, else 37 tokens more."""
+    tokens = 2 * max(entry.config.block_m, entry.config.block_n) + (0 if small else 37)
+    shape = (1, tokens, HEADS, entry.channels)
+    q, k, v, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, do=shape)
+    inputs = launch.make_inputs(q, k, v, None, None, True, -1, -1, entry.channels**-0.5, 0.0)
+    return outcomes(entry, inputs, do, partial(flash_attention, causal=True))
+
+
+def outcomes(entry: Entry, inputs: launch.Inputs, do: torch.Tensor, reference: Reference) -> list[Outcome]:
+    """The tensors that this configuration makes of `inputs`, beside fp64 truth and eager torch's."""
+    q, k, v, config, device = inputs.q, inputs.k, inputs.v, entry.config, inputs.q.device
     if config.tma and (device.type != "cuda" or architecture(device) < 90):
         config = config._replace(tma=False)
-    tokens = 2 * max(config.block_m, config.block_n) + (0 if small else 37)
-    dtype = torch.bfloat16 if entry.element_size == 2 else torch.float32
-    fill = make_fill(fill_rule, 42)
-    shape = (1, tokens, HEADS, entry.channels)
-    q, k, v, do = (fill(name, shape, 1.0).to(dtype).to(device) for name in ("q", "k", "v", "do"))
-    inputs = launch.make_inputs(q, k, v, None, None, True, -1, -1, entry.channels**-0.5, 0.0)
-    plain = configs.choose("fwd", inputs.problem(), architecture(device))
-    reference = partial(flash_attention, causal=True)
     if entry.kernel == "fwd":
-        ours = dict(zip(("o", "lse"), launch.forward(inputs, config), strict=True))
-        truth = dict(zip(("o", "lse"), reference(q.double(), k.double(), v.double()), strict=True))
-        eager = dict(zip(("o", "lse"), reference(q, k, v, compute_dtype=dtype), strict=True))
-        eager["lse"] = reference(q, k, v, compute_dtype=torch.float32)[1]
-        return [Outcome(name, ours[name], truth[name], eager[name]) for name in ours]
-    o, lse = launch.forward(inputs, plain)
-    dq, dk, dv = launch.backward(inputs, o, lse, do, None, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None)
-    truth_gradients, eager_gradients = _gradients(reference, q, k, v, do, torch.float64), _gradients(reference, q, k, v, do, dtype)
-    names = {"dq": 0} if entry.kernel == "dq" else {"dk": 1, "dv": 2}
-    return [Outcome(name, (dq, dk, dv)[i], truth_gradients[i], eager_gradients[i]) for name, i in names.items()]
+        return output_outcomes(launch.forward(inputs, config), reference, q, k, v)
+    o, lse = launch.forward(inputs, configs.choose("fwd", inputs.problem(), architecture(device)))
+    gradients = launch.backward(inputs, o, lse, do, None, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None)
+    made = gradient_outcomes(gradients, reference, q, k, v, do)
+    return made[:1] if entry.kernel == "dq" else made[1:]
 
 
-def _gradients(
-    reference: partial[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    o, _ = reference(*leaves, compute_dtype=dtype)
-    return torch.autograd.grad(o, leaves, do.to(dtype))
+OPERATOR = Operator(entries, run)

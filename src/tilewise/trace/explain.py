@@ -1,8 +1,11 @@
-"""What follows from the first value that parts: which line of a flash kernel makes it, and what it looks like instead."""
+"""What follows from the first value that parts: which line of a kernel makes it, and what it looks like instead."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from tilewise.trace.judge import Row
+from tilewise.trace.request import split_step
 from tilewise.trace.values import Values
 
 # As near as 16 bits come: a guess is about which formula, not about rounding.
@@ -30,15 +33,14 @@ MAKERS = {
 }
 
 
-def explain(row: Row, kernel: Values, simulation: Values) -> list[str]:
-    """Sentences, the surest first."""
-    name, _, step_text = row.name.rpartition("_")
-    if not step_text.isdigit():
-        name, step_text = row.name.removesuffix("_final"), ""
-    step = int(step_text) if step_text else 0
-    guess = _guess(row.name, name, step, kernel, simulation)
+def explain(row: Row, kernel: Values, simulation: Values, makers: Mapping[str, str]) -> list[str]:
+    """Sentences, the surest first; `makers` are what makes values where it is not as in MAKERS."""
+    base, step = split_step(row.name)
+    name = base.removesuffix("_final")
+    guess = _guess(row.name, name, step or 0, kernel, simulation)
     # The mask is told by what it does, wherever a kernel applies it.
-    maker = "" if guess.startswith("the mask") else f"{name} comes from {MAKERS.get(name, 'what follows the values that agree')}"
+    known = {**MAKERS, **makers}
+    maker = "" if guess.startswith("the mask") else f"{name} comes from {known.get(name, 'what follows the values that agree')}"
     return [sentence for sentence in (guess, maker) if sentence]
 
 
@@ -63,12 +65,14 @@ def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) 
         return "M holds this block's maximum alone: the running maximum is not kept"
     if name == "L" and step:
         p, before = kernel.get(f"P_{step}"), kernel.get(f"L_{step - 1}")
-        if p is not None and before is not None and _close(ours, before + p.sum(1)):
+        if p is not None and before is not None and before.shape == ours.shape and _close(ours, before + p.sum(1)):
             return "L is the sum so far plus this block's, without the rescale of the sum so far"
         if p is not None and _close(ours, p.sum(1)):
             return "L holds this block's sum alone"
     if name == "O_scale" and step and f"O_{step - 1}" in kernel and _close(ours, kernel[f"O_{step - 1}"]):
         return f"everything is right until block {step - 1}, then O is off by a factor of exp(M_{step - 1} - M_{step}): the rescale of O is missing"
+    if name == "O" and step and _close(ours, _without_rescale(kernel, step)):
+        return f"everything is right until O_{step - 1}, to which this block's part is added as it is: the rescale of O is missing"
     if full in ("dK_final", "dV_final"):
         other = "dV_final" if full == "dK_final" else "dK_final"
         if other in simulation and simulation[other].shape == ours.shape and _close(ours, simulation[other]):
@@ -94,6 +98,14 @@ def _row_maximum(kernel: Values, simulation: Values, step: int) -> np.ndarray | 
         return None
     rows = np.isfinite(first_m) & (np.abs(first_s.max(1)) > 0)
     return s.max(1) * float(np.median(first_m[rows] / first_s.max(1)[rows])) if rows.any() else None
+
+
+def _without_rescale(kernel: Values, step: int) -> np.ndarray | None:
+    """The output before plus this step's part, where a kernel rescales and adds in one statement."""
+    before, p, v = (kernel.get(f"{name}_{number}") for name, number in (("O", step - 1), ("P", step), ("V", step)))
+    if before is None or p is None or v is None or (p.shape[0], v.shape[1]) != before.shape:
+        return None
+    return before + p @ v
 
 
 def _mask(ours: np.ndarray, theirs: np.ndarray) -> str:

@@ -1,275 +1,129 @@
-"""Flash attention's programs, recorded and simulated."""
+"""Flash attention: what a trace is asked of, and the programs that are traced."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from tilewise.ops.flash import configs, launch, simulate
-from tilewise.ops.flash.simulate import Named, Options, Tiling
-from tilewise.trace.record import Recording, record
-from tilewise.trace.values import Lines, MissingNameError, Naming, Values, named_values
+from tilewise import interpreter, registry
+from tilewise.ops._host.backend import interpreting
+from tilewise.ops.flash import configs, launch
+from tilewise.ops.flash.reference import flash_attention
+from tilewise.ops.flash.simulate import Options
+from tilewise.sanity import flash as flash_tiles
+from tilewise.trace import tapped
+from tilewise.trace.flash_backward import trace_backward
+from tilewise.trace.flash_forward import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_forward
+from tilewise.trace.operators import Operator
+from tilewise.trace.request import Request, Traced
+from tilewise.trace.values import Values
+from tilewise.verify.fill import make_fill
+from tilewise.verify.implementation import UsageError, load_function
+from tilewise.verify.result import Implementation
 
-FORWARD = Naming(
-    anchor="S",
-    before={"Q": ("q", "b_q", "q_block")},
-    step={
-        "K": ("k", "b_k", "k_block"),
-        "S": ("qk", "s", "b_s", "scores", "s_ij"),
-        "M": ("m_i", "m"),
-        "L": ("l_i", "l"),
-        "P": ("p", "b_p"),
-        "V": ("v", "b_v", "v_block"),
-        "O": ("acc", "o", "acc_o"),
-    },
-    after={"O_final": ("b_o", "o"), "LSE": ("b_lse", "lse")},
-    first={"O": "O_scale"},
-)
-# Our own kernel's first score of a step is the plain product.
-OUR_FORWARD = dataclasses.replace(FORWARD, first={"O": "O_scale", "S": "S_pre_scaling"}, masks_scores=True)
-DQ = Naming(
-    anchor="S",
-    before={"Q": ("b_q",), "dO": ("b_do",), "LSE2": ("b_lse",), "delta": ("b_delta",)},
-    step={"K": ("b_k",), "S": ("b_s",), "V": ("b_v",), "dP": ("b_dp",), "P": ("b_p",), "dS": ("b_ds",), "dQ": ("acc_dq",)},
-)
-DKDV = Naming(
-    anchor="S",
-    before={"K": ("b_k",), "V": ("b_v",)},
-    step={"Q": ("b_q",), "S": ("b_sT",), "P": ("b_pT",), "dO": ("b_do",), "dV": ("acc_dv",), "dP": ("b_dpT",), "dS": ("b_dsT",), "dK": ("acc_dk",)},
-    transposed=frozenset({"S", "P", "dP", "dS"}),
-)
-# The order in which values depend on each other.
-ORDER = {
-    "forward": ("K", "S_pre_scaling", "S", "M", "P", "L", "V", "O_scale", "O"),
-    "dq": ("K", "S", "V", "dP", "P", "dS", "dQ"),
-    "dkdv": ("Q", "S", "P", "dO", "dV", "dP", "dS", "dK"),
-}
-HEADS, CHANNELS = 2, 64
+# Output and LSE of q, k and v; what else it is called with is bound.
+Reference = partial[tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """The inputs of a trace: one batch entry of T tokens, HEADS query heads, on one key head for our own kernels."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    causal: bool
-
-    @property
-    def options(self) -> Options:
-        """As the simulation takes them."""
-        return Options(self.q.shape[-1] ** -0.5, right=0 if self.causal else None)
-
-    def head(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        """[T, D] of one head."""
-        return x[0, :, head]
+def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
+    """The programs asked for, and what they work on."""
+    config = tiles(request, 64)
+    tokens = request.seq_blocks * config.block_m
+    case = Case(*filled(request, tokens, tokens), Options(CHANNELS**-0.5, right=0 if request.causal else None))
+    about = {"tiles": tile_words(request, config), "tokens": str(tokens), "mask": "causal" if request.causal else "none"}
+    return programs(request, case, config, partial(flash_attention, causal=request.causal)), about
 
 
-@dataclass(frozen=True)
-class Traced:
-    """One program of one kernel: its values, the simulation's, and the simulation's in fp64; `steps` of them, and where the program is."""
-
-    kernel_name: str
-    part: str
-    place: str
-    kernel: Values
-    simulation: Values
-    exact: Values
-    steps: int
-    lines: Lines = field(default_factory=dict)
-
-
-def arrays(named: Iterable[Named]) -> Values:
-    """As NumPy arrays, in the order in which they come."""
-    return {name: x.detach().double().cpu().numpy() for name, x in named}
-
-
-def _find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int, int, float]:
-    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is multiplied by."""
-    _, tokens, heads, channels = tensor.shape
-    source = tensor[0].double().cpu().numpy()
-    best = (np.inf, 0, 0, 1.0)
-    for head in range(heads):
-        for start in range(0, tokens, block):
-            rows = source[start : start + block, head]
-            ours = value[: rows.shape[0], :channels].astype(np.float64)
-            factor = float((ours * rows).sum() / max((rows * rows).sum(), 1e-300))
-            error = float(np.abs(ours - factor * rows).max(initial=0.0) / max(np.abs(factor * rows).max(initial=0.0), 1e-300))
-            best = min(best, (error, head, start, factor))
-    error, head, start, factor = best
-    if error > 2**-6:
-        raise MissingNameError("what was recorded as Q (or K) is no tile of the inputs: name the right variable with --names Q=...")
-    return head, start, factor
+def tiles(request: Request, block_n: int) -> configs.Config:
+    """The tiles asked for, of `block_n` keys by default."""
+    if request.kernel_index is not None:
+        if request.block_m or request.block_n:
+            raise UsageError("--kernel-index and --block-m, --block-n both choose tiles: give one of them")
+        table = flash_tiles.entries()
+        if not 0 <= request.kernel_index < len(table):
+            raise UsageError(
+                f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
+            )
+        # Descriptors are a GPU's.
+        return table[request.kernel_index].config._replace(tma=False)
+    config = configs.Config(request.block_m or 64, request.block_n or block_n, 4, 1)
+    for name, block in (("--block-m", config.block_m), ("--block-n", config.block_n)):
+        # A user's kernel has its own tiles: here block_m makes the length only.
+        if (block < 16 or block & (block - 1)) and not request.impl:
+            raise UsageError(f"{name} {block}: expected a power of two of at least 16")
+    return config
 
 
-def _units(value: np.ndarray, simulated: np.ndarray, candidates: Mapping[str, float]) -> float:
-    """Which of the candidate units the kernel works in, from its first tile; 1 where none fits."""
-    both = np.isfinite(value) & np.isfinite(simulated)
-    scale = np.abs(simulated[both]).max(initial=0.0)
-    for unit in candidates.values():
-        if scale and np.abs(value[both] / unit - simulated[both]).max(initial=0.0) <= 2**-6 * scale:
-            return unit
-    return 1.0
+def tile_words(request: Request, config: configs.Config) -> str:
+    """Tiles for the page."""
+    return "the kernel's own" if request.impl else f"{config.block_m} queries × {config.block_n} keys"
 
 
-def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Naming = FORWARD, required: tuple[str, ...] = ()) -> Traced:
-    """Record what `call` launches, and simulate the program that was recorded."""
-    with record(program) as recording:
-        call()
-    launched, values, lines = _first_with_anchor(recording, naming, required)
-    if "Q" not in values:
-        raise MissingNameError("the query tile was not found: name its variable with --names Q=...")
-    block_m, block_n = values["S_0"].shape
-    head, i_m, factor = _find_rows(values["Q"], case.q, block_m)
+def filled(request: Request, tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of one batch entry."""
+    fill = make_fill(request.fill, request.seed)
+    # Ours share a key head between the query heads; a user's kernel need not know how.
+    kv_heads = HEADS if request.impl else 1
+    shapes = {"q": (1, tokens, HEADS, CHANNELS), "k": (1, keys, kv_heads, CHANNELS), "v": (1, keys, kv_heads, CHANNELS)}
+    q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name, shape in shapes.items())
+    return q, k, v
+
+
+def programs(request: Request, case: Case, config: configs.Config, reference: Reference) -> list[Traced]:
+    """The traced programs of a case: the forward's, or the two of the backward."""
+    tiles_m = -(-case.q.shape[1] // config.block_m)
+    program = request.program + request.head * tiles_m
+    if not 0 <= request.head < HEADS or request.program < 0 or program >= tiles_m * HEADS:
+        raise UsageError(
+            f"there are {HEADS} heads of {tiles_m} programs each: expected --head and --program below that, together below {tiles_m * HEADS}"
+        )
+    if request.direction == "backward":
+        do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
+        if not interpreting():
+            return tapped.tap_backward(case, do, config, program)
+        with interpreter.quiet():
+            return trace_backward(case, do, config, program)
+    if not interpreting():
+        traced = tapped.tap_forward(case, config, program)
+    else:
+        with interpreter.quiet():
+            traced = _recorded_forward(request, case, config, program, reference)
+    return [dataclasses.replace(traced, beside=_whole(case, reference, *traced.at)) if traced.at else traced]
+
+
+def _recorded_forward(request: Request, case: Case, config: configs.Config, program: int, reference: Reference) -> Traced:
+    if request.impl is None:
+        traced = trace_forward(case, partial(launch.forward, case.inputs, config), program, OUR_FORWARD)
+    else:
+        traced = _trace_function(request, case, request.impl, program, reference)
+    if request.against:
+        other = _trace_function(request, case, request.against, program, reference)
+        traced = dataclasses.replace(traced, simulation=other.kernel, place=f"{traced.place}, against {request.against}")
+    return traced
+
+
+def _trace_function(request: Request, case: Case, spec: str, program: int, reference: Reference) -> Traced:
+    function: Callable[..., Any] = load_function(registry.find(request.operator), Implementation(spec, "cpu", external=True))
+    names = dict(request.names or {})
+    call = partial(function, case.q, case.k, case.v, **reference.keywords)
+    return trace_forward(case, call, program, FORWARD.renamed(names), tuple(names))
+
+
+def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -> Values:
+    """O_full, plain attention of these rows in fp64, and O_ref, the reference's in its own precision."""
     group = case.q.shape[2] // case.k.shape[2]
-    reverse = False
-    if "K_0" in values and not case.causal:
-        reverse = _find_rows(values["K_0"], case.k, block_n)[1] > 0
-    tiling = Tiling(block_m, block_n, reverse=reverse)
-    tensors = case.head(case.q, head), case.head(case.k, head // group), case.head(case.v, head // group)
-    simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
-    exact = arrays(simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options))
-    rows = min(block_m, case.q.shape[1] - i_m)
-    kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
-    simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
-    steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
-    return Traced(
-        recording.kernels[launched],
-        "forward",
-        f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}",
-        kernel,
-        simulation,
-        exact,
-        steps,
-        lines,
-    )
+    q, k, v = case.head(case.q, head).double(), case.head(case.k, head // group).double(), case.head(case.v, head // group).double()
+    scores = q @ k.T * case.options.scale
+    if case.options.right is not None:
+        key = torch.arange(k.shape[0], device=k.device) * (case.options.key_stride or 1)
+        query = torch.arange(q.shape[0], device=q.device) + case.options.right
+        scores = scores.masked_fill(key[None, :] > query[:, None], -torch.inf)
+    # A row that sees nothing is 0 by definition.
+    full = torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v
+    plain = reference(case.q, case.k, case.v)[0][0, :, head]
+    return {"O_full": full[first : first + rows].cpu().numpy(), "O_ref": plain[first : first + rows].double().cpu().numpy()}
 
 
-def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values, Lines]:
-    problem: MissingNameError | None = None
-    for launched in range(len(recording.kernels)):
-        try:
-            values, lines = named_values(recording.of_launch(launched), naming, required)
-            return launched, values, lines
-        except MissingNameError as error:
-            problem = problem or error
-    raise problem or MissingNameError("no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)")
-
-
-def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float, masks: bool) -> Values:
-    """Q, S and M as the simulation has them: S unscaled, M in base 2. The units are read off the first tile and hold for all."""
-    log2e = simulate.LOG2E
-    s_unit = _units(values["S_0"], simulation["S_0"], {"raw": 1.0, "scaled": scale, "base 2": scale * log2e})
-    m_unit = _units(values["M_0"], simulation["M_0"], {"base 2": 1.0, "base e": 1 / log2e, "raw": 1 / (scale * log2e)}) if "M_0" in values else 1.0
-    masks = masks or any(np.isneginf(x).any() for name, x in values.items() if name.startswith("S_") and name[2:].isdigit())
-    result = {}
-    for name, x in values.items():
-        if name.startswith("S_") and name[2:].isdigit():
-            x = x / s_unit
-            if not masks and name in simulation:
-                # A kernel that masks elsewhere: its scores are judged where they count.
-                x = np.where(np.isneginf(simulation[name]), -np.inf, x)
-        result[name] = x / m_unit if name.startswith("M_") else x / q_factor if name == "Q" else x
-    return result
-
-
-def crop(kernel: Values, simulation: Values, rows: int) -> Values:
-    """Without the channels that pad a tile, and without the rows past the end."""
-    result = {}
-    for name, x in kernel.items():
-        shape = simulation[name].shape if name in simulation else x.shape
-        x = x[tuple(slice(0, size) for size in shape)] if x.ndim == len(shape) else x
-        result[name] = x if name.startswith(("K_", "V_")) else x[:rows]
-    return result
-
-
-class Backward:
-    """What both ways of tracing a backward share: the results that it starts from, its gradients, and the simulations beside them."""
-
-    def __init__(self, case: Case, do: torch.Tensor, config: configs.Config) -> None:
-        self._case, self._do, self._tiling = case, do, Tiling(config.block_m, config.block_n)
-        self._config = config
-        self._inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
-        self._o, self._lse = launch.forward(self._inputs, config)
-        rows = (simulate.prepare(self._o[0, :, h], do[0, :, h], self._lse[0, h], None) for h in range(HEADS))
-        self._delta, self._lse_log2 = zip(*rows, strict=True)
-
-    def run(self, taps: tuple[launch.Taps | None, launch.Taps | None] = (None, None)) -> None:
-        """Launch it."""
-        self._dq, self._dk, self._dv = launch.backward(self._inputs, self._o, self._lse, self._do, None, self._config, self._config, taps)
-
-    def of_keys(self, values: Values, start: int, program: int, lines: Lines | None = None) -> Traced:
-        """The kernel that owns key tiles, from its program's `values`."""
-        block = self._config.block_n
-        values = values | {"dK_final": stored(self._dk, 0, start, block), "dV_final": stored(self._dv, 0, start, block)}
-        q, do = (x[0].transpose(0, 1) for x in (self._case.q, self._do))
-        tensors = q, *self._keys(), do, torch.stack(self._lse_log2), torch.stack(self._delta)
-        rows = min(block, self._case.k.shape[1] - start)
-        place = f"program {program}, key head 0, keys {start} to {start + rows - 1}"
-        return self._beside(("flash_bwd_dkdv_kernel", "dkdv", place), simulate.backward_dkdv, tensors, values, start, rows, lines)
-
-    def of_queries(self, values: Values, head: int, start: int, program: int, lines: Lines | None = None) -> Traced:
-        """The kernel that owns query tiles, likewise."""
-        block = self._config.block_m
-        values = values | {"dQ_final": stored(self._dq, head, start, block)}
-        tensors = self._case.head(self._case.q, head), *self._keys(), self._case.head(self._do, head), self._lse_log2[head], self._delta[head]
-        rows = min(block, self._case.q.shape[1] - start)
-        place = f"program {program}, head {head}, rows {start} to {start + rows - 1}"
-        return self._beside(("flash_bwd_dq_kernel", "dq", place), simulate.backward_dq, tensors, values, start, rows, lines)
-
-    def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._case.head(self._case.k, 0), self._case.head(self._case.v, 0)
-
-    def _beside(
-        self,
-        names: tuple[str, str, str],
-        run: simulate.Program,
-        tensors: tuple[torch.Tensor, ...],
-        values: Values,
-        start: int,
-        rows: int,
-        lines: Lines | None,
-    ) -> Traced:
-        simulation = arrays(run(*tensors, start, self._tiling, self._case.options))
-        exact = arrays(run(*(x.double() for x in tensors), start, self._tiling, self._case.options))
-        kernel = {name: x[tuple(slice(0, size) for size in simulation[name].shape)] for name, x in values.items() if name in simulation}
-        kernel, simulation, exact = (_inside(names[1], x, rows) for x in (kernel, simulation, exact))
-        return Traced(*names, kernel, simulation, exact, sum(name.startswith("S_") for name in simulation), lines or {})
-
-
-def trace_backward(case: Case, do: torch.Tensor, config: configs.Config, program: int) -> list[Traced]:
-    """Our own backward, recorded: a program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
-    backward = Backward(case, do, config)
-    key_program = program % -(-case.k.shape[1] // config.block_n)
-    values, lines = _recorded(backward, key_program, "flash_bwd_dkdv_kernel", DKDV)
-    keys = backward.of_keys(values, _find_rows(values["K"], case.k, config.block_n)[1], key_program, lines)
-    values, lines = _recorded(backward, program, "flash_bwd_dq_kernel", DQ)
-    head, start, _ = _find_rows(values["Q"], case.q, config.block_m)
-    return [keys, backward.of_queries(values, head, start, program, lines)]
-
-
-def _recorded(backward: Backward, program: int, kernel: str, naming: Naming) -> tuple[Values, Lines]:
-    with record(program) as recording:
-        backward.run()
-    return named_values(recording.of_launch(recording.kernels.index(kernel)), naming)
-
-
-def stored(gradient: torch.Tensor, head: int, start: int, block: int) -> np.ndarray:
-    """A tile of what a kernel stored, [1, T, H, D]."""
-    return simulate.tile(gradient[0, :, head], start, block).double().cpu().numpy()
-
-
-def _inside(part: str, values: Values, rows: int) -> Values:
-    """Only the rows that exist: of a key tile the keys (columns of scores), of a query tile the queries."""
-    result = {}
-    for name, x in values.items():
-        base = name.rpartition("_")[0] if name.rpartition("_")[2].isdigit() else name.removesuffix("_final")
-        if part == "dkdv":
-            result[name] = x[:rows] if base in ("K", "V", "dK", "dV") else x[:, :rows] if base in ("S", "P", "dP", "dS") else x
-        else:
-            result[name] = x if base in ("K", "V") else x[:rows]
-    return result
+OPERATOR = Operator(trace, refuses=("order",))

@@ -8,18 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from tilewise.trace.flash import ORDER, Traced
 from tilewise.trace.judge import Row, first_divergence, judge
+from tilewise.trace.request import Request, Traced
 from tilewise.verify.html import STEPS
-
-if TYPE_CHECKING:
-    from tilewise.ops.flash.configs import Config
-    from tilewise.trace.command import Request
 
 # A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look alike.
 MOST_CELLS, SIDE = 64, 128
@@ -56,23 +51,20 @@ def render_html(programs: Sequence[tuple[Traced, Sequence[str]]], request: Mappi
     )
 
 
-def facts(request: "Request", config: "Config") -> dict[str, str]:
-    """The request in words."""
-    tokens = request.seq_blocks * config.block_m
+def facts(request: Request, about: Mapping[str, str]) -> dict[str, str]:
+    """The request in words, with what the operator says of what it works on."""
     everything = {
         "operator": request.operator,
         "direction": request.direction,
         "kernel": f"launched by {request.impl}" if request.impl else "ours",
         "variables": ", ".join(f"{name}={variable}" for name, variable in (request.names or {}).items()),
         "compared with": request.against or "the simulation",
-        "tiles": "the kernel's own" if request.impl else f"{config.block_m} queries × {config.block_n} keys",
         "configuration": "" if request.kernel_index is None else f"{request.kernel_index} of the operator's table",
-        "tokens": str(tokens),
+        **about,
         "program": str(request.program),
         "head": "" if request.direction == "backward" else str(request.head),
         "rows": "" if request.warp is None else f"of warp {request.warp} of {request.warps}",
         "dtype": request.dtype,
-        "mask": "causal" if request.causal else "none",
         "inputs": f"random, seed {request.seed}" if request.fill == "random" else f"by rule: {request.fill}",
     }
     return {name: text for name, text in everything.items() if text}
@@ -133,25 +125,29 @@ def _template() -> Template:
 
 def _program(number: int, traced: Traced, lines: Sequence[str], low_precision: float, other: str) -> Program:
     rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
-    first = first_divergence(rows, traced.steps, ORDER[traced.part])
+    first = first_divergence(rows, traced.steps, traced.order)
     anchors = {row.name: f"value-{number}-{i}" for i, row in enumerate(rows)}
     stages = tuple(
         Stage(title, tuple(_value(row, traced, anchors[row.name], row is first, other) for row in members))
-        for title, members in _stages(rows, traced.steps, ORDER[traced.part])
+        for title, members in _stages(rows, traced)
     )
     missing = tuple(name for name in traced.simulation if name not in traced.kernel)
     headline, *sentences = (line.strip() for line in lines)
     return Program(f"{traced.kernel_name}, {traced.place}", headline, tuple(sentences), anchors[first.name] if first else None, stages, missing)
 
 
-def _stages(rows: Sequence[Row], steps: int, order: Sequence[str]) -> list[tuple[str, list[Row]]]:
+def _stages(rows: Sequence[Row], traced: Traced) -> list[tuple[str, list[Row]]]:
     """As first_divergence goes through them, so that the first value marked is the first to be met."""
     by_name = {row.name: row for row in rows}
-    blocks = [[by_name[f"{name}_{step}"] for name in order if f"{name}_{step}" in by_name] for step in range(steps)]
+    blocks = [[by_name[f"{name}_{step}"] for name in traced.order if f"{name}_{step}" in by_name] for step in range(traced.steps)]
     rest = [row for row in rows if not any(row in block for block in blocks)]
     after = [row for row in rest if row.name.endswith("_final") or row.name == "LSE"]
     before = [row for row in rest if row not in after]
-    named = [("Before the loop", before), *((f"Block {step}", block) for step, block in enumerate(blocks)), ("After the loop", after)]
+    named = [
+        ("Before the loop", before),
+        *((f"{traced.turn.capitalize()} {step}", block) for step, block in enumerate(blocks)),
+        ("After the loop", after),
+    ]
     return [(title, members) for title, members in named if members]
 
 

@@ -6,11 +6,11 @@ each turn and the end of each loop; values are only looked at, never changed.
 
 import ast
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tilewise.interpreter import widen_bf16
+from tilewise.interpreter import repair, widen_bf16
 
 # In place of a variable's name: a turn of a loop begins, or a loop has ended.
 TURN, END = "(turn)", "(end)"
@@ -29,9 +29,9 @@ class Event(NamedTuple):
 
 @dataclass
 class Recording:
-    """What one program of every launch assigned, in order."""
+    """What one program of every launch assigned, in order; `program` is its number, or by kernel's name the number for each that is recorded."""
 
-    program: int
+    program: int | Mapping[str, int]
     kernels: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -39,9 +39,13 @@ class Recording:
         """The events of one launch."""
         return [event for event in self.events if event.launch == launch]
 
+    def of_kernel(self, name: str) -> list[Event]:
+        """The events of the first launch of a kernel."""
+        return self.of_launch(self.kernels.index(name))
+
     def hit(self, function: str, name: str, value: Any, line: int) -> None:
         """Called from the rewritten kernels."""
-        if not self.kernels or _program() != self.program:
+        if not self.kernels or _program() != (self.program if isinstance(self.program, int) else self.program.get(self.kernels[-1])):
             return
         plain = None if name in (TURN, END) else _plain(value)
         if plain is not None or name in (TURN, END):
@@ -52,10 +56,15 @@ _active: list[Recording] = []
 
 
 @contextlib.contextmanager
-def record(program: int = 0) -> Iterator[Recording]:
-    """Inside, kernels that are launched interpreted are recorded: their program number `program` (x fastest, then y, then z)."""
+def record(program: int | Mapping[str, int] = 0) -> Iterator[Recording]:
+    """Inside, kernels that are launched interpreted are recorded: their program number `program` (x fastest, then y, then z).
+
+    A mapping gives a number for each kernel by name; others are not recorded then.
+    """
     from triton.runtime import interpreter
 
+    # First of all: what is put aside here and put back at the end is then the mended interpreter.
+    repair()
     recording = Recording(program)
     transform, launch = interpreter.FunctionRewriter._transform_ast, interpreter.GridExecutor.__call__
     cached = dict(interpreter.InterpretedFunction.rewritten_fn)

@@ -7,7 +7,9 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import launch, simulate
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Tiling
-from tilewise.trace.flash import HEADS, Backward, Case, Traced, arrays, crop, stored
+from tilewise.trace.flash_backward import Backward, stored
+from tilewise.trace.flash_forward import FORWARD_ORDER, HEADS, Case, crop
+from tilewise.trace.request import Traced, arrays
 from tilewise.trace.values import Values
 
 # What each slot holds; `t` marks tiles that the kernel keeps transposed.
@@ -31,17 +33,16 @@ class Tap:
 
 
 def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
-    """Head and first row of a program that owns query tiles; under a causal mask the last tile comes first."""
+    """Head and first row of a program that owns query tiles; under a mask on later keys the last tile comes first."""
     tiles = -(-case.q.shape[1] // config.block_m)
     tile = program % tiles
-    return program // tiles, (tiles - 1 - tile if case.causal else tile) * config.block_m
+    return program // tiles, (tile if case.options.right is None else tiles - 1 - tile) * config.block_m
 
 
 def tap_forward(case: Case, config: Config, program: int) -> Traced:
     """The forward kernel's program beside the simulation."""
-    inputs = launch.make_inputs(case.q, case.k, case.v, None, None, case.causal, -1, -1, case.options.scale, 0.0)
     tap = Tap(case, config, program, len(FORWARD), -(-case.k.shape[1] // config.block_n))
-    o, lse = launch.forward(inputs, config, tap.argument)
+    o, lse = launch.forward(case.inputs, config, tap.argument)
     head, i_m = _place(case, config, program)
     block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
     m, n = config.block_m, config.block_n
@@ -59,9 +60,8 @@ def tap_forward(case: Case, config: Config, program: int) -> Traced:
     rows = min(m, case.q.shape[1] - i_m)
     kernel = crop(values, simulation, rows)
     simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
-    return Traced(
-        "flash_fwd_kernel", "forward", f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}", kernel, simulation, exact, len(blocks)
-    )
+    place = f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}"
+    return Traced("flash_fwd_kernel", "forward", place, kernel, simulation, exact, len(blocks), FORWARD_ORDER, at=(head, i_m, rows))
 
 
 def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> list[Traced]:

@@ -26,7 +26,10 @@ KEY_TILE_BYTES: dict[Family, int] = {"hopper": 32 << 10, "blackwell": 32 << 10, 
 
 
 class Config(NamedTuple):
-    """Rows a tile (for scores: tokens), keys a tile (scores only), warps, stages, tensor descriptors, and the registers a thread may take."""
+    """Rows a tile (for scores: tokens), warps, stages, tensor descriptors, registers a thread may take, and keys a tile (scores only).
+
+    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room for.
+    """
 
     block_m: int
     num_warps: int
@@ -34,6 +37,7 @@ class Config(NamedTuple):
     tma: bool = False
     registers: int | None = None
     block_n: int = 64
+    ieee: bool = False
 
 
 WIDTHS = (128, 256)
@@ -59,10 +63,10 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> 
     group = family(architecture)
     if group in ("hopper", "blackwell"):
         return config
-    # Older cards have no tensor descriptors; the smaller ones hold fewer stages.
-    return config._replace(
-        tma=False, registers=None, num_stages=min(config.num_stages, 2), block_m=config.block_m if group == "medium" else min(config.block_m, 64)
-    )
+    if group == "small" and (element_size, kernel) == (4, "lists_bwd") and width > WIDTHS[0]:
+        return config._replace(num_warps=8, ieee=True)
+    # Older cards have no tensor descriptors, and hold fewer stages.
+    return config._replace(tma=False, registers=None, num_stages=min(config.num_stages, 2))
 
 
 def segment_entries(work: Literal["forward", "backward", "dkdv"], group: int) -> int:
@@ -83,7 +87,9 @@ def parts_of_block(block_size: int, width: int, element_size: int, architecture:
     for parts in range(1, block_size + 1):
         if block_size % parts == 0:
             keys = block_size // parts
-            if (1 << max(4, (keys - 1).bit_length())) * width * element_size <= limit:
+            rows = 1 << max(4, (keys - 1).bit_length())
+            # No tile is smaller than 16 keys, so that must fit.
+            if rows == 16 or rows * width * element_size <= limit:
                 return parts if parts == 1 or keys >= 16 else 0
     return 0
 

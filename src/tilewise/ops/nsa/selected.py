@@ -118,7 +118,7 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
         "BLOCK_SIZE": named.block_size,
         "BLOCK_M": config.block_m,
         "BLOCK_N": max(16, triton.next_power_of_2(named.block_size)),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,

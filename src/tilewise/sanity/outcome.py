@@ -1,0 +1,123 @@
+"""What one configuration makes, and whether it is right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from tilewise.verify.choices import compare_choices
+from tilewise.verify.compare import limits_from_eager
+from tilewise.verify.fill import make_fill
+
+RTOL, ATOL = 1e-3, 1e-5
+MOST_LISTED = 8
+# Output and LSE of q, k and v; what else it is called with is bound.
+Reference = partial[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one tensor of one configuration came to, beside fp64 truth and what eager torch makes in the same precision."""
+
+    name: str
+    actual: torch.Tensor
+    truth: torch.Tensor
+    eager: torch.Tensor
+
+    @cached_property
+    def _difference(self) -> torch.Tensor:
+        actual = self.actual.double()
+        return torch.where(actual == self.truth, 0.0, (actual - self.truth).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    @cached_property
+    def bad(self) -> torch.Tensor:
+        """True where an element is off: beyond rtol and atol in fp32, beyond what the precision allows in 16 bits."""
+        if self.actual.dtype == torch.float32:
+            # What is infinite allows nothing.
+            allowed = ATOL + RTOL * self.truth.abs().nan_to_num(posinf=0.0)
+        else:
+            limits = limits_from_eager(self.truth, self.eager, gradient=self.name.startswith("d"))
+            allowed = torch.full_like(self.truth, limits.largest)
+        return (self._difference > allowed).cpu()
+
+    @property
+    def right(self) -> bool:
+        """Whether no element is off."""
+        return not bool(self.bad.any())
+
+    @property
+    def text(self) -> str:
+        """How many are off, and the greatest difference."""
+        count, largest = int(self.bad.sum()), self._difference.max().item() if self._difference.numel() else 0.0
+        return f"{self.name}: {count} of {self.bad.numel()} mismatched ({100 * count / max(self.bad.numel(), 1):.2f} %), max {largest:.2e}"
+
+    def where(self) -> list[str]:
+        """Mismatches by row, head and channel, the most first; nothing where there are none."""
+        if self.right:
+            return []
+        axes = {"row": 2, "head": 1} if self.name == "lse" else {"row": 1, "head": 2, "channel": 3}
+        lines = []
+        for word, axis in axes.items():
+            counts = self.bad.sum(dim=[other for other in range(self.bad.ndim) if other != axis])
+            order = counts.argsort(descending=True, stable=True)[:MOST_LISTED]
+            listed = ", ".join(f"{int(i)}: {int(counts[i])}" for i in order if counts[i])
+            lines.append(f"      {self.name} mismatches by {word}: {listed}{' ...' if int((counts > 0).sum()) > MOST_LISTED else ''}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What blocks one configuration chose, beside their scores in fp64 and eager torch's: judged by score, as `verify.choices` does."""
+
+    indices: torch.Tensor
+    scores: torch.Tensor
+    eager: torch.Tensor
+
+    @cached_property
+    def _wrong(self) -> str:
+        return compare_choices(self.indices, self.scores, self.eager)
+
+    @property
+    def right(self) -> bool:
+        """Whether every choice is among the best."""
+        return not self._wrong
+
+    @property
+    def text(self) -> str:
+        """What is wrong first."""
+        return f"indices: {self._wrong or f'all {self.indices[..., 0].numel()} choices are the best'}"
+
+    def where(self) -> list[str]:
+        """The text says it."""
+        return []
+
+
+def filled(element_size: int, fill_rule: str, device: torch.device, **shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of these shapes, of 2 or 4 bytes an element."""
+    fill = make_fill(fill_rule, 42)
+    dtype = torch.bfloat16 if element_size == 2 else torch.float32
+    return [fill(name, shape, 1.0).to(device, dtype) for name, shape in shapes.items()]
+
+
+def output_outcomes(
+    actual: tuple[torch.Tensor, torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[Outcome]:
+    """o and lse beside the reference's of q, k and v."""
+    truth = reference(q.double(), k.double(), v.double())
+    # LSEs are fp32 whatever the inputs are.
+    eager = reference(q, k, v, compute_dtype=q.dtype)[0], reference(q, k, v, compute_dtype=torch.float32)[1]
+    return [Outcome(*values) for values in zip(("o", "lse"), actual, truth, eager, strict=True)]
+
+
+def gradient_outcomes(
+    actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor
+) -> list[Outcome]:
+    """dq, dk and dv beside the reference's of q, k, v and the output's gradient."""
+
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        o, _ = reference(*leaves, compute_dtype=dtype)
+        return torch.autograd.grad(o, leaves, do.to(dtype))
+
+    return [Outcome(*values) for values in zip(("dq", "dk", "dv"), actual, gradients(torch.float64), gradients(q.dtype), strict=True)]

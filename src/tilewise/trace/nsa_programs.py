@@ -1,0 +1,299 @@
+"""Attention to selected blocks: programs of both loop orders, recorded and simulated."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tilewise.ops.flash.simulate import Named, prepare
+from tilewise.ops.nsa import configs, selected, simulate
+from tilewise.ops.nsa.reference import selected_attention
+from tilewise.ops.nsa.simulate import Incoming, Results, Segment, Tiling
+from tilewise.trace.nsa_variables import BACKWARD_LISTS, BACKWARD_UNION, FORWARD_LISTS, FORWARD_UNION, MAKERS, MERGE, SUM, Kernel
+from tilewise.trace.record import Recording, record
+from tilewise.trace.request import Traced, arrays, split_step
+from tilewise.trace.values import Lines, MissingNameError, Values, named_values
+
+# Values with one row a key, not one a query.
+BY_KEY = ("K", "V", "dK", "dV")
+# Inputs as they are, or in fp64.
+Cast = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch entry: q [1, T, Hq, D], k and v [1, T, Hk, D], indices [1, T, Hk, S]; tiles of block_m rows, blocks of block_size keys."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    indices: torch.Tensor
+    block_m: int
+    block_size: int
+
+    @cached_property
+    def inputs(self) -> selected.Inputs:
+        """As the launcher takes them, on these tiles in place of those that configs choose."""
+        block_m = self.block_m
+
+        class Tiled(selected.Inputs):
+            def config(self, _kernel: configs.Kernel) -> configs.Config:
+                return configs.Config(block_m, 4, 1)
+
+        return Tiled(*selected.make_inputs(self.q, self.k, self.v, self.indices, None, self.block_size, self.scale))
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def tiling(self) -> Tiling:
+        """As the simulation takes it: blocks may be cut into parts for the kernels."""
+        return Tiling(self.block_m, self.inputs.named.block_size)
+
+    @property
+    def named(self) -> torch.Tensor:
+        """The blocks that tokens name, [T, Hk, S]."""
+        return self.inputs.named.indices[0]
+
+    def rows(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        """A key head's query rows of x [1, T, Hq, ...], [T, G, ...]."""
+        return x[0].unflatten(1, (self.k.shape[2], self.group))[:, head]
+
+    def head(self, head: int, cast: Cast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of a key head, as the simulation takes them."""
+        return cast(self.rows(self.q, head)), cast(self.k[0, :, head]), cast(self.v[0, :, head])
+
+    def segments(self, direction: str, order: selected.Order) -> list[Segment]:
+        """What the programs in key order own, by number; in query order they leave dQ to others."""
+        most = configs.segment_entries("forward" if direction == "forward" else "backward" if order == "lists" else "dkdv", self.group)
+        return simulate.segments(self.named, self.tiling.block_size, most)
+
+    @property
+    def tiles(self) -> int:
+        """Programs of one key head in query order."""
+        return -(-self.q.shape[1] // self.tiling.tokens(self.group))
+
+    def whole(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+        """O_full, the reference's output in fp64, and O_ref, that in its own precision, of `rows` of [1, T, Hq, Dv]."""
+        precisions: dict[str, Cast] = {"O_full": lambda x: x.double(), "O_ref": lambda x: x}
+        return {
+            name: _array(rows(selected_attention(cast(self.q), cast(self.k), cast(self.v), self.indices, block_size=self.block_size)[0]))
+            for name, cast in precisions.items()
+        }
+
+
+Simulation = Callable[[Cast], Iterator[Named]]
+# A recorded value as the simulation has it, from its name without the step, its step and itself.
+Fit = Callable[[str, int | None, np.ndarray], np.ndarray]
+
+
+def _beside(kernel: Kernel, place: str, recording: Recording, run: Simulation, fit: Fit, stored: Values) -> Traced:
+    """A recorded program beside its simulation; `stored` are the results that lie in memory."""
+    simulation, exact = arrays(run(lambda x: x)), arrays(run(lambda x: x.double()))
+    values, lines = _recorded(recording, kernel)
+    kept = {name: _cropped(fit(*split_step(name), x), simulation[name].shape) for name, x in values.items() if name in simulation}
+    counts = [sum(split_step(name)[0] == kernel.naming.anchor for name in found) for found in (values, simulation)]
+    walked, steps = ({"steps": np.array([count], np.float64)} for count in counts)
+    return Traced(
+        kernel.name,
+        kernel.part,
+        place,
+        walked | kept | stored,
+        steps | simulation,
+        steps | exact,
+        counts[1],
+        kernel.order,
+        lines,
+        turn=kernel.turn,
+        makers=MAKERS,
+    )
+
+
+def _recorded(recording: Recording, kernel: Kernel) -> tuple[Values, Lines]:
+    try:
+        return named_values(recording.of_kernel(kernel.name), kernel.naming)
+    except MissingNameError:
+        # The program made no step, which the number of steps tells.
+        return {}, {}
+
+
+def _cropped(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Without what pads a tile; a column of weights is a vector."""
+    x = x[:, 0] if x.ndim == 2 and len(shape) == 1 else x
+    return x[tuple(slice(0, size) for size in shape)]
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    return x.double().cpu().numpy()
+
+
+def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
+    """Of a tile of rows those that exist, of `counts[i]` tokens or entries in step i; one count serves every step."""
+    padded = 1 << (case.group - 1).bit_length()
+    row = np.arange(case.block_m)
+
+    def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:
+        count = counts[min(step or 0, len(counts) - 1)]
+        return x if name in BY_KEY else x[(row // padded < count) & (row % padded < case.group)]
+
+    return fit
+
+
+def _only_present(present: torch.Tensor) -> Fit:
+    """Of rows that are put together those that exist, and 0 for an entry that no token has: what lies there was never written."""
+    there = present.cpu().numpy()
+
+    def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:
+        x = x[: len(there)]
+        return x if step is None or not name.endswith("_part") else np.where(there[:, step, None], x, 0.0)
+
+    return fit
+
+
+def _put_together(results: Sequence[Results], first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by token, then key head, then query head, of each head's results: [R, S, ...] and [R, S]."""
+    tokens = results[0].present.shape[0]
+    parts = zip(*(found.rows() for found in results), strict=True)
+    x, present = (torch.stack([part.unflatten(0, (tokens, -1)) for part in found], 1).flatten(0, 2) for found in parts)
+    return x[first : first + rows], present[first : first + rows]
+
+
+class Numbers(NamedTuple):
+    """Which programs: of the kernel in key order, and of that in query order or the one that puts together what the first left by entry."""
+
+    keys: int
+    queries: int
+
+
+def _segment_place(number: int, segment: Segment) -> str:
+    return f"program {number}, key head {segment.head}, block {segment.block}, {len(segment.entries)} entries"
+
+
+def _tile_place(case: Case, number: int) -> tuple[int, int, slice, str]:
+    """Key head, tile, tokens and place of a program in query order."""
+    head, i_tile = divmod(number, case.tiles)
+    each = case.tiling.tokens(case.group)
+    tokens = slice(i_tile * each, min((i_tile + 1) * each, case.q.shape[1]))
+    return head, i_tile, tokens, f"program {number}, key head {head}, tokens {tokens.start} to {tokens.stop - 1}"
+
+
+def _steps_of(case: Case, segment: Segment) -> list[int]:
+    """Entries of each step."""
+    each, entries = case.tiling.tokens(case.group), len(segment.entries)
+    return [min(each, entries - first) for first in range(0, entries, each)]
+
+
+def _row_place(case: Case, number: int, most: int) -> tuple[int, int, str]:
+    """First row, number of rows and place of a program that puts together `most` rows: of all heads, token by token."""
+    heads = case.q.shape[2]
+    first = number * most
+    rows = min(most, case.q.shape[1] * heads - first)
+    return first, rows, f"program {number}, tokens {first // heads} to {(first + rows - 1) // heads}, rows of all heads"
+
+
+def trace_forward_lists(case: Case, numbers: Numbers) -> list[Traced]:
+    """Key order: one segment of a block's list, and the merge of tokens' entries."""
+    segment = case.segments("forward", "lists")[numbers.keys]
+    with record({FORWARD_LISTS.name: numbers.keys, MERGE.name: numbers.queries}) as recording:
+        o, lse = selected.forward(case.inputs, "lists")
+
+    def of_segment(cast: Cast) -> Iterator[Named]:
+        return simulate.forward_lists(*case.head(segment.head, cast), segment.entries, segment.block, case.tiling, case.scale)
+
+    first, rows, place = _row_place(case, numbers.queries, selected.MERGED_ROWS)
+
+    def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = [simulate.partial_outputs(*case.head(head, cast), case.named[:, head], case.tiling, case.scale) for head in range(case.k.shape[2])]
+        outputs, lses = zip(*heads, strict=True)
+        x, present = _put_together(outputs, first, rows)
+        return x, _put_together(lses, first, rows)[0], present
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return x[0].flatten(0, 1)[first : first + rows]
+
+    stored = {"O_final": _array(mine(o)), "LSE": _array(mine(lse.transpose(1, 2)))}
+    present = left(lambda x: x)[2]
+    keys = _beside(FORWARD_LISTS, _segment_place(numbers.keys, segment), recording, of_segment, _only_existing(case, _steps_of(case, segment)), {})
+    merged = _beside(MERGE, place, recording, lambda cast: simulate.merge(*left(cast)), _only_present(present), stored)
+    return [keys, replace(merged, beside=case.whole(mine))]
+
+
+def trace_forward_union(case: Case, number: int) -> Traced:
+    """Query order: a tile of tokens over the union of their blocks."""
+    head, i_tile, tokens, place = _tile_place(case, number)
+    with record({FORWARD_UNION.name: number}) as recording:
+        o, lse = selected.forward(case.inputs, "union")
+
+    def run(cast: Cast) -> Iterator[Named]:
+        return simulate.forward_union(*case.head(head, cast), case.named[:, head], i_tile, case.tiling, case.scale)
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return case.rows(x, head)[tokens].flatten(0, 1)
+
+    stored = {"O_final": _array(mine(o)), "LSE": _array(mine(lse.transpose(1, 2)))}
+    traced = _beside(FORWARD_UNION, place, recording, run, _only_existing(case, [tokens.stop - tokens.start]), stored)
+    return replace(traced, beside=case.whole(mine))
+
+
+def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers: Numbers) -> list[Traced]:
+    """One segment of a block's list; and dQ, in query order or put together from what the key order left."""
+    o, lse = selected.forward(case.inputs, order)
+    queries = BACKWARD_UNION if order == "union" else SUM
+    with record({BACKWARD_LISTS.name: numbers.keys, queries.name: numbers.queries}) as recording:
+        dq, dk, dv, _ = selected.backward(case.inputs, o, lse, do, None, order)
+
+    def tensors(cast: Cast, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Incoming]:
+        rows = case.rows(do, head)
+        delta, lse_log2 = prepare(case.rows(o, head), rows, case.rows(lse.transpose(1, 2), head), None)
+        return *case.head(head, cast), Incoming(cast(rows), cast(lse_log2), cast(delta))
+
+    segments = case.segments("backward", order)
+    segment = segments[numbers.keys]
+    parts = [other.entries for other in segments if (other.head, other.block) == (segment.head, segment.block)]
+
+    def of_segment(cast: Cast) -> Iterator[Named]:
+        rows = tensors(cast, segment.head)
+        for name, x in simulate.backward_lists(*rows, segment.entries, segment.block, case.tiling, case.scale):
+            # In query order dQ is another kernel's.
+            if order == "lists" or not name.startswith("dQ_"):
+                yield name, x
+        yield from simulate.backward_block(*rows, parts, segment.block, case.tiling, case.scale)
+
+    start = segment.block * case.tiling.block_size
+    keys = slice(start, min(start + case.tiling.block_size, case.k.shape[1]))
+    ends = {f"{name}_final": _padded(x[0, keys, segment.head], case.tiling.block_n) for name, x in (("dK", dk), ("dV", dv))}
+    place = _segment_place(numbers.keys, segment)
+    traced = _beside(BACKWARD_LISTS, place, recording, of_segment, _only_existing(case, _steps_of(case, segment)), ends)
+    if order == "union":
+        head, i_tile, tokens, place = _tile_place(case, numbers.queries)
+
+        def of_tile(cast: Cast) -> Iterator[Named]:
+            return simulate.backward_union(*tensors(cast, head), case.named[:, head], i_tile, case.tiling, case.scale)
+
+        final = {"dQ_final": _array(case.rows(dq, head)[tokens].flatten(0, 1))}
+        return [traced, _beside(BACKWARD_UNION, place, recording, of_tile, _only_existing(case, [tokens.stop - tokens.start]), final)]
+    first, rows, place = _row_place(case, numbers.queries, selected.SUMMED_ROWS)
+
+    def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = range(case.k.shape[2])
+        parts = [simulate.partial_gradients(*tensors(cast, head), case.named[:, head], case.tiling, case.scale) for head in heads]
+        return _put_together(parts, first, rows)
+
+    final = {"dQ_final": _array(dq[0].flatten(0, 1)[first : first + rows])}
+    present = left(lambda x: x)[1]
+    return [traced, _beside(SUM, place, recording, lambda cast: simulate.sum_gradients(*left(cast)), _only_present(present), final)]
+
+
+def _padded(x: torch.Tensor, rows: int) -> np.ndarray:
+    """With zeros behind, as a tile has them."""
+    return np.pad(_array(x), ((0, rows - x.shape[0]), (0, 0)))

@@ -1,0 +1,87 @@
+"""Attention to selected blocks: what a trace is asked of, in either loop order."""
+
+import torch
+
+from tilewise.ops.nsa import selected
+from tilewise.sanity import nsa_selected as selected_tiles
+from tilewise.trace.nsa_programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
+from tilewise.trace.operators import Operator
+from tilewise.trace.request import Request, Traced
+from tilewise.verify.fill import make_fill
+from tilewise.verify.implementation import UsageError
+
+# Key heads, query heads of each, channels, and blocks that a token names.
+KEY_HEADS, GROUP, CHANNELS, SLOTS = 2, 2, 64, 3
+
+
+def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
+    """The programs asked for, and what they work on."""
+    case = _case(request)
+    order: selected.Order = "union" if request.order == "union" else "lists"
+    if order == "union" and not case.inputs.union_tokens("union_fwd"):
+        raise UsageError(f"tiles of {case.block_m} rows have more tokens or entries than a union holds: take a smaller --block-m, or --order lists")
+    about = {
+        "order": "by keys (lists)" if order == "lists" else "by queries (unions)",
+        "tiles": f"{case.block_m} rows × blocks of {case.block_size} keys",
+        "tokens": str(case.q.shape[1]),
+        "heads": f"{KEY_HEADS} key heads of {GROUP} query heads",
+        "named": f"{SLOTS} blocks by each token, up to its own; some twice, some none",
+    }
+    if request.direction == "backward":
+        do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
+        return trace_backward(case, do, order, _numbers(request, case, order, selected.SUMMED_ROWS)), about
+    numbers = _numbers(request, case, order, selected.MERGED_ROWS)
+    return (trace_forward_lists(case, numbers) if order == "lists" else [trace_forward_union(case, numbers.queries)]), about
+
+
+def _case(request: Request) -> Case:
+    block_m, block_size = request.block_m or 64, 16 if request.block_n is None else request.block_n
+    if request.kernel_index is not None:
+        if request.block_m:
+            raise UsageError("--kernel-index and --block-m both choose tiles: give one of them")
+        table = selected_tiles.entries()
+        if not 0 <= request.kernel_index < len(table):
+            raise UsageError(
+                f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
+            )
+        block_m = table[request.kernel_index].config.block_m
+    if block_m < 16 or block_m & (block_m - 1):
+        raise UsageError(f"--block-m {block_m}: expected a power of two of at least 16")
+    if block_size < 1:
+        raise UsageError(f"--block-n {block_size}: expected a block of at least 1 key")
+    tokens = request.seq_blocks * block_m // GROUP
+    fill = make_fill(request.fill, request.seed)
+    shapes = {"q": (1, tokens, KEY_HEADS * GROUP, CHANNELS), "k": (1, tokens, KEY_HEADS, CHANNELS), "v": (1, tokens, KEY_HEADS, CHANNELS)}
+    q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name, shape in shapes.items())
+    case = Case(q, k, v, _indices(tokens, block_size, request.seed), block_m, block_size)
+    try:
+        case.inputs.config("lists_fwd")
+    except ValueError as error:
+        raise UsageError(f"--block-n {block_size}: {error}") from None
+    return case
+
+
+def _indices(tokens: int, block_size: int, seed: int) -> torch.Tensor:
+    """Any blocks up to the token's own, in any order: some twice, and -1 among them."""
+    own = (torch.arange(tokens) // block_size)[:, None, None]
+    drawn = torch.rand(1, tokens, KEY_HEADS, SLOTS, generator=torch.Generator().manual_seed(seed))
+    return (drawn * (own + 2)).int() - 1
+
+
+def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> Numbers:
+    """The program asked for of the head asked for; those of the other kernel come round again."""
+    if not 0 <= request.head < KEY_HEADS:
+        raise UsageError(f"there is no key head {request.head}: expected 0 to {KEY_HEADS - 1}")
+    segments = [number for number, segment in enumerate(case.segments(request.direction, order)) if segment.head == request.head]
+    if order == "union":
+        tiles = list(range(request.head * case.tiles, (request.head + 1) * case.tiles))
+        asked, others = tiles, segments
+    else:
+        asked, others = segments, list(range(-(-case.q.shape[1] * case.q.shape[2] // rows)))
+    if not 0 <= request.program < len(asked):
+        raise UsageError(f"key head {request.head} has {len(asked)} programs in this order: expected --program 0 to {len(asked) - 1}")
+    one, other = asked[request.program], others[request.program % len(others)]
+    return Numbers(other, one) if order == "union" else Numbers(one, other)
+
+
+OPERATOR = Operator(trace, refuses=("causal", "warp", "impl", "names", "against"), taps=False)

@@ -1,0 +1,82 @@
+"""What `tilewise trace` is asked for, and what comes of it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tilewise.ops._host.backend import interpreting
+from tilewise.trace.values import Lines, Values
+from tilewise.verify.run import DTYPES
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    operator: str
+    block_m: int | None = None
+    block_n: int | None = None
+    kernel_index: int | None = None
+    seq_blocks: int = 2
+    program: int = 0
+    warp: int | None = None
+    warps: int = 4
+    head: int = 0
+    direction: str = "forward"
+    order: str | None = None
+    dtype: str = "bf16"
+    causal: bool = False
+    fill: str = "random"
+    seed: int = 42
+    impl: str | None = None
+    names: Mapping[str, str] | None = None
+    against: str | None = None
+    out: Path = Path("debug")
+    html: Path | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype, as torch has it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the kernels run: interpreted on the CPU, else on the GPU."""
+        return torch.device("cpu" if interpreting() else "cuda:0")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One program of one kernel: its values, the simulation's, and the simulation's in fp64; `steps` of them, and where the program is.
+
+    `order` is that in which the values of a step depend on each other. `at` is the head, first row and number of rows of a program that owns a tile
+    of one head's queries; `turn` is what a step is called; `beside` is written out with both sides and not judged; `makers` adds to what explain
+    knows.
+    """
+
+    kernel_name: str
+    part: str
+    place: str
+    kernel: Values
+    simulation: Values
+    exact: Values
+    steps: int
+    order: tuple[str, ...]
+    lines: Lines = field(default_factory=dict)
+    at: tuple[int, int, int] | None = None
+    turn: str = "block"
+    beside: Values = field(default_factory=dict)
+    makers: Mapping[str, str] = field(default_factory=dict)
+
+
+def arrays(named: Iterable[tuple[str, torch.Tensor]]) -> Values:
+    """As NumPy arrays, in the order in which they come."""
+    return {name: x.detach().double().cpu().numpy() for name, x in named}
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """`S_3` is S of step 3; what has no step has None."""
+    base, _, step = name.rpartition("_")
+    return (base, int(step)) if step.isdigit() else (name, None)
