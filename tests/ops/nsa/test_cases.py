@@ -24,16 +24,14 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> No
 
 
 def cases(on_gpu: bool) -> list:
-    """Interpreted, `make test` runs what `tilewise verify` does, in bf16; the other precisions and wider problems are slow."""
+    """Interpreted, `make test` runs what `tilewise verify` does, in bf16; the other precisions are slow, and wider problems are left to a GPU."""
     found = []
     for operator in OPERATORS:
         suite = registry.find(operator).load("suite")
-        standard = {case.name for case in suite.standard("cpu", interpreted=True)}
-        for case in suite.cases:
+        chosen = suite.cases if on_gpu else suite.standard("cpu", interpreted=True)
+        for case in chosen:
             for dtype in DTYPES:
-                slow = not on_gpu and (case.name not in standard or dtype != "bf16")
-                long = not on_gpu and case.name in ("large", "xl", "xxl", "nsa-507", "group-64", "block-128", "many-blocks")
-                marks = [pytest.mark.skip(reason="interpreted it takes minutes: on a GPU")] if long else [pytest.mark.slow] if slow else []
+                marks = [] if on_gpu or dtype == "bf16" else [pytest.mark.slow]
                 found.append(pytest.param(operator, case.name, dtype, marks=marks))
     return found
 
@@ -47,7 +45,7 @@ def test_triton(operator, case, dtype, device):
 @pytest.mark.parametrize(
     ("operator", "case", "dtype"),
     [
-        (operator, case.name, dtype)
+        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if dtype == "fp16" else [])
         for operator in OPERATORS
         for case in registry.find(operator).load("suite").cases
         for dtype in DTYPES

@@ -30,7 +30,7 @@ def check(architecture: int, dtype: str, channels: int, block: int, group: int, 
             assert kernel["wgmma"], kernel
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
 def test_the_default_kernels(architecture):
     check(architecture, "bfloat16", 128, 64, 16, spilled=500)
 
