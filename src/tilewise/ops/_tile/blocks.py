@@ -101,7 +101,9 @@ def locate_segment(segments, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK
 
 
 @triton.jit
-def listed_rows(perm, first, i_entry, n_entries, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr):
+def listed_rows(
+    perm, first, i_entry, n_entries, offset, n_tokens, p_cu, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """BLOCK_M rows from entry `i_entry` of a list on: which exist, the token of the chunk, its slot, and their head in the group."""
     o_r = tl.arange(0, BLOCK_M)
     i_e = i_entry + o_r // GROUP_P
@@ -110,7 +112,11 @@ def listed_rows(perm, first, i_entry, n_entries, SLOTS: tl.constexpr, GROUP: tl.
     if GROUP != GROUP_P:
         m_r = m_r & (o_g < GROUP)
     entry = tl.load(perm + first + i_e, mask=m_r, other=0)
-    return m_r, entry // SLOTS, entry % SLOTS, o_g
+    o_c = entry // SLOTS
+    if p_cu is not None:
+        # Offsets that decrease may give a tile of tokens and a block of keys to different sequences.
+        m_r = m_r & (o_c + offset >= 0) & (o_c + offset < n_tokens)
+    return m_r, o_c, entry % SLOTS, o_g
 
 
 @triton.jit
@@ -126,7 +132,7 @@ def gather_rows(p_head, strides, o_t, o_h, m_r, D: tl.constexpr, BLOCK_D: tl.con
     INDEX is tl.int32 where all of them lie within 2^31 elements, which saves registers, else tl.int64.
     """
     o_d = tl.arange(0, BLOCK_D)
-    o_row = o_t.to(INDEX) * strides[1].to(INDEX) + o_h.to(INDEX) * strides[2].to(INDEX)
+    o_row = o_t.to(INDEX) * tl.cast(strides[1], INDEX) + o_h.to(INDEX) * tl.cast(strides[2], INDEX)
     m_x = m_r[:, None]
     if D != BLOCK_D:
         m_x = m_x & (o_d < D)[None, :]

@@ -6,6 +6,7 @@ import triton
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.kernels_choose import nsa_choose_best_kernel, nsa_choose_scores_kernel
@@ -26,6 +27,13 @@ def choose(
         return indices
     config = configs.choose("scores", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
     in_block = sizes.block_size // sizes.compress_stride
+    windows_p = triton.next_power_of_2(in_block)
+    most_bytes = configs.WINDOW_TILE_BYTES[family(architecture(q.device))]
+    if windows_p > config.block_n and windows_p * padded_channels(q.shape[-1]) * q.element_size() > most_bytes:
+        raise ValueError(
+            f"block_size is {sizes.block_size} and compress_stride is {sizes.compress_stride}: the {in_block} windows of a block, of {q.shape[-1]} "
+            f"channels in {q.dtype}, fit no tile; take a wider stride or a smaller block, or backend='reference'"
+        )
     planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
     # The longest sequence of a packed batch has at most all tokens.
     n_blocks = -(-tokens // sizes.block_size)
@@ -34,7 +42,6 @@ def choose(
     tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
     buffer = torch.empty(most * config.block_m * heads_k * planes * n_blocks, dtype=torch.float32, device=q.device)
-    windows_p = triton.next_power_of_2(in_block)
     tma = config.tma and fits_descriptor(q)
     shared = {
         "planes": buffer,

@@ -24,6 +24,9 @@ SEGMENT_ENTRIES = {"forward": (256, 1024), "backward": (256, 1024), "dkdv": (256
 # Bytes of one tile of keys, by family, in 16 bits (half in fp32, whose products hold more tiles): a longer block of keys is cut into parts that fit.
 KEY_TILE_BYTES: dict[Family, int] = {"hopper": 32 << 10, "blackwell": 32 << 10, "medium": 32 << 10, "small": 16 << 10}
 
+# Bytes that the windows of one block may take where they are more than a tile of the table.
+WINDOW_TILE_BYTES: dict[Family, int] = {"hopper": 64 << 10, "blackwell": 64 << 10, "medium": 64 << 10, "small": 32 << 10}
+
 
 class Config(NamedTuple):
     """Rows a tile (for scores: tokens), warps, stages, tensor descriptors, registers a thread may take, and keys a tile (scores only).

@@ -83,6 +83,8 @@ def block_bits(planes, o_row, m_row, i_own, i_block, n_blocks, INIT: tl.constexp
     for PLANE in tl.static_range(PLANES):
         p_score = planes + (o_row * PLANES + PLANE)[:, None] * n_blocks + (o_j - PLANE)[None, :]
         score += tl.load(p_score, mask=m_j & (o_j >= PLANE)[None, :], other=0.0)
+    # NaN has the bits of FORCED.
+    score = tl.where(score == score, score, 0.0)
     forced = (o_j < INIT)[None, :] | (o_j[None, :] > (i_own - LOCAL)[:, None])
     return tl.where(m_j, tl.where(forced, FORCED, score.to(tl.int32, bitcast=True)), -1)
 

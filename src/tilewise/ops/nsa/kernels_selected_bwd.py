@@ -116,7 +116,7 @@ def nsa_selected_bwd_lists_kernel(
     p_do = head_pointer(do, do_strides, i_bq, start_q + offset, i_h * GROUP)
     o_first = (tl.cast(i_bq, tl.int64) * n_heads + i_h) * GROUP * n_tokens + start_q + offset
     for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, S + OWN, GROUP, GROUP_P, BLOCK_M)
+        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M)
         # [M, D], [M, DV]
         b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
         b_do = gather_rows(p_do, do_strides, o_c, o_g, m_r, DV, BLOCK_DV, INDEX)

@@ -44,7 +44,7 @@ def nsa_selected_fwd_lists_kernel(
     p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
     o_d = tl.arange(0, BLOCK_DV)
     for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, S + OWN, GROUP, GROUP_P, BLOCK_M)
+        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M)
         # [M, D]
         b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
         # [M, D] @ [D, N] -> [M, N]
@@ -197,6 +197,8 @@ def nsa_selected_fwd_union_kernel(
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BLOCK_N, TMA, PRECISION, PART == 0,
             )  # fmt: skip
     b_o, b_lse = softmax_finish(acc, m, l)
+    # A row that saw nothing gives 0, also where a neighbour saw NaN.
+    b_o = tl.where((l != 0.0)[:, None], b_o, 0.0)
     o_d = tl.arange(0, BLOCK_DV)
     o_out = (start + o_t).to(tl.int64) * (n_heads * GROUP) + o_h
     tl.store(o + o_out[:, None] * DV + o_d[None, :], b_o.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :])

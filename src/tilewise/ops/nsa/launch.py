@@ -135,6 +135,8 @@ def attend_backward(
     dq, dk, dv, dsel = selected.backward(inputs, o, lse, do, dlse)
     if sel_scale is None or dsel is None:
         return dq, dk, dv, None
+    if sel_scale.numel() == 0:
+        return dq, dk, dv, torch.zeros_like(sel_scale)
     # A block that was cut into parts, and a group that was cut into heads of its own, share one scale.
     dsel = dsel.unflatten(-1, (sel_scale.shape[-1], -1)).sum(-1).unflatten(-2, (sel_scale.shape[-2], -1)).sum(-2)
     return dq, dk, dv, dsel.to(sel_scale.dtype)

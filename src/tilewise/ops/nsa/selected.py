@@ -23,6 +23,8 @@ from tilewise.ops.nsa.kernels_selected_fwd import nsa_selected_fwd_lists_kernel,
 # Which loop order: by keys (lists), by queries (unions), or whichever the device finds faster.
 Order = Literal["lists", "union", "either"]
 LISTS, UNION = 0, 1
+# Entries are sorted by block and place as one 31-bit number.
+MOST_BLOCKS = 2**31 - 1
 
 
 class Inputs(NamedTuple):
@@ -78,7 +80,12 @@ def make_inputs(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
             "or more that do; take a multiple of 16, or backend='reference'"
         )
-    indices = indices.to(torch.int32)
+    blocks = -(-q.shape[-3] // block_size)
+    if blocks * parts >= MOST_BLOCKS // triton.next_power_of_2(max(indices.shape[-1] * parts + parts, configs.UNION_ENTRIES)):
+        raise ValueError(f"block_size is {block_size} and there are {q.shape[-3]} tokens: more blocks than the index can number; take larger blocks")
+    if indices.dtype != torch.int32 or parts > 1:
+        # A number that is no block must not become one when it is cut to 32 bits, or multiplied.
+        indices = torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
     if parts > 1:
         within = torch.arange(parts, dtype=torch.int32, device=q.device)
         indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
