@@ -14,20 +14,18 @@ from tilewise.ops.nsa.sizes import Sizes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offsets", [[0, 100, 0, 100], [70, 90, 20, 30, 0], [0, 0, 400, 100]])
-def test_bad_offsets_never_lead_out_of_bounds(offsets, device):
-    """Memory around q, k and v holds NaN: a read out of bounds shows in a row that the offsets give to a sequence."""
-    around = torch.full((500, 2, 16), torch.nan, device=device)
-    around[200:300] = torch.randn(100, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    q = k = v = around[200:300]
-    indices = torch.zeros(100, 2, 4, dtype=torch.int32, device=device)
-    inputs = selected.make_inputs(q, k, v, indices, torch.tensor(offsets, dtype=torch.int32, device=device), 32, 0.25)
-    for order in ("lists", "union"):
-        o, lse = selected.forward(inputs, order)
-        named = torch.zeros(100, dtype=torch.bool, device=device)
-        named[: max(min(offset, 100) for offset in offsets)] = True
-        written = lse.isfinite().all(0) & named
-        assert o[written].isfinite().all()
+@pytest.mark.parametrize("order", ["lists", "union"])
+def test_bad_offsets_never_lead_out_of_bounds(order, device):
+    """Offsets that decrease; every token lies in the first sequence. Memory around q, k and v holds NaN, so that a read out of bounds shows."""
+    around = torch.full((768, 2, 16), torch.nan, device=device)
+    around[256:512] = torch.randn(256, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    q, k = around[256:512], around[256:512, :1]
+    indices = torch.zeros(256, 1, 16, dtype=torch.int32, device=device)
+    inputs = selected.make_inputs(q, k, k, indices, torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device), 64, 0.25)
+    o, lse = selected.forward(inputs, order)
+    assert not o.isnan().any()
+    assert not lse.isnan().any()
+    assert not any(x.isnan().any() for x in selected.backward(inputs, o, lse, q, None, order)[:3])
 
 
 @pytest.mark.gpu
