@@ -74,7 +74,7 @@ def test_a_block_cut_into_parts_and_a_group_cut_into_heads(device, monkeypatch):
     case = problem(device, tokens=61, heads=6, key_heads=1, slots=2, block=32)
     truth = expected(*case, 32)
     monkeypatch.setattr(configs, "KEY_TILE_BYTES", dict.fromkeys(configs.KEY_TILE_BYTES, 2 * 16 * 16 * 4))
-    monkeypatch.setattr(configs, "rows_a_token", lambda width, element_size: 2)
+    monkeypatch.setattr(configs, "rows_a_token", lambda *_: 2)
     inputs = selected.make_inputs(*case[:3], case[4], None, 32, 0.25)
     assert inputs.named.block_size == 16
     assert inputs.named.heads == 3

@@ -66,8 +66,8 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> 
     group = family(architecture)
     if group in ("hopper", "blackwell"):
         return config
-    if group == "small" and (element_size, kernel) == (4, "lists_bwd") and width > WIDTHS[0]:
-        return config._replace(num_warps=8, ieee=True)
+    if group == "small" and kernel == "lists_bwd" and width > WIDTHS[0]:
+        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
     # Older cards have no tensor descriptors, and hold fewer stages.
     return config._replace(tma=False, registers=None, num_stages=min(config.num_stages, 2))
 
@@ -78,10 +78,10 @@ def segment_entries(work: Literal["forward", "backward", "dkdv"], group: int) ->
     return min(max(SEGMENT_ROWS[work] // group, least), most)
 
 
-def rows_a_token(width: int, element_size: int) -> int:
+def rows_a_token(width: int, element_size: int, architecture: int) -> int:
     """The most query heads of a group that every kernel's tile can hold beside each other."""
     kernels: tuple[Kernel, ...] = ("lists_fwd", "lists_bwd", "union_fwd", "union_dq")
-    return min(TABLE[element_size, kernel][0 if width <= WIDTHS[0] else 1].block_m for kernel in kernels)
+    return min(choose(kernel, width, element_size, architecture).block_m for kernel in kernels)
 
 
 def parts_of_block(block_size: int, width: int, element_size: int, architecture: int) -> int:

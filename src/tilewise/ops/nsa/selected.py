@@ -90,7 +90,7 @@ def make_inputs(
         within = torch.arange(parts, dtype=torch.int32, device=q.device)
         indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
         sel_scale = None if sel_scale is None else sel_scale.repeat_interleave(parts, dim=-1)
-    group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size)
+    group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size, architecture(q.device))
     if group > most:
         heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
         indices = indices.repeat_interleave(heads, dim=-2)
