@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from tilewise import flash_attention
 from tilewise.ops.flash import api
@@ -29,10 +30,10 @@ def operator_arguments(backend, device, packed):
 def test_opcheck(place, packed):
     backend, device = place
     arguments = operator_arguments(backend, device, packed)
-    torch.library.opcheck(api.flash_forward.overload, arguments)
+    library.opcheck(api.flash_forward.overload, arguments)
     q, k, v, cu_q, cu_k, _, _, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
     o, lse = api.flash_forward(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))
-    torch.library.opcheck(api.flash_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, cu_q, cu_k, *options))
+    library.opcheck(api.flash_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, cu_q, cu_k, *options))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from tilewise import compressed_attention, native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
 from tilewise.ops.nsa import api, attend, steps
@@ -64,13 +65,13 @@ def test_opcheck_of_the_whole(place, name):
     if name not in ("packed", "learned"):
         skip_if_interpreted(place)
     arguments = native_arguments(*place, *NATIVE[name])
-    torch.library.opcheck(api.nsa_forward.overload, tuple(arguments))
+    library.opcheck(api.nsa_forward.overload, tuple(arguments))
     q, k, v, *gates, k_cmp, v_cmp, _, cu = detached(arguments)[:10]
     o, chosen, made_k, made_v, *each = api.nsa_forward(*detached(arguments))
     learned = k_cmp is not None
     compressed = (k_cmp, v_cmp) if learned else (made_k, made_v)
     saved = (q, k, v, *gates, *compressed, chosen, *each, cu, learned, *arguments[10:])
-    torch.library.opcheck(api.nsa_backward.overload, (torch.randn_like(o), *saved))
+    library.opcheck(api.nsa_backward.overload, (torch.randn_like(o), *saved))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -82,17 +83,17 @@ def test_opcheck_of_the_steps(place, packed):
     cu = offsets(device) if packed else None
     q, k, v, k_cmp, v_cmp = (given[name] for name in ("q", "k", "v", "k_cmp", "v_cmp"))
     compressed = (q, k_cmp, v_cmp, cu, 8, 4, 0.25, backend)
-    torch.library.opcheck(steps.compressed_forward.overload, compressed)
+    library.opcheck(steps.compressed_forward.overload, compressed)
     q_, k_, v_, *rest = detached(compressed)
     o, lse = steps.compressed_forward(q_, k_, v_, *rest)
-    torch.library.opcheck(steps.compressed_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q_, k_, v_, o, lse, *rest))
+    library.opcheck(steps.compressed_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q_, k_, v_, o, lse, *rest))
     choice = (q.detach(), k_cmp.detach(), cu, *SIZES.values(), 0.25, backend)
-    torch.library.opcheck(steps.select.overload, choice)
+    library.opcheck(steps.select.overload, choice)
     selected = (q, k, v, steps.select(*choice), cu, 8, 0.25, backend)
-    torch.library.opcheck(steps.selected_forward.overload, selected)
+    library.opcheck(steps.selected_forward.overload, selected)
     q_, k_, v_, chosen, *rest = detached(selected)
     o, lse = steps.selected_forward(q_, k_, v_, chosen, *rest)
-    torch.library.opcheck(steps.selected_backward.overload, (torch.randn_like(o), None, q_, k_, v_, chosen, o, lse, *rest))
+    library.opcheck(steps.selected_backward.overload, (torch.randn_like(o), None, q_, k_, v_, chosen, o, lse, *rest))
 
 
 def attended(device, *, scaled=True, dtype=torch.float32):
@@ -117,10 +118,10 @@ def test_opcheck_of_attend(place, scaled):
     q, k, v, sel_scale = by_token
     indices, mask = (named[name].transpose(1, 2) for name in ("selected_block_indices", "fmask"))
     options = (True, 8, 0.25, backend)
-    torch.library.opcheck(attend.attend_forward.overload, (q, k, v, indices, mask, sel_scale, *options))
+    library.opcheck(attend.attend_forward.overload, (q, k, v, indices, mask, sel_scale, *options))
     q, k, v, sel_scale = detached(by_token)
     o, lse, read = attend.attend_forward(q, k, v, indices, mask, sel_scale, *options)
-    torch.library.opcheck(attend.attend_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, read, sel_scale, o, lse, *options))
+    library.opcheck(attend.attend_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, read, sel_scale, o, lse, *options))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

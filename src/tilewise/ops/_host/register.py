@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 
 # Registrations live as long as the process.
-_library = torch.library.Library("tilewise", "FRAGMENT")
+_library = library.Library("tilewise", "FRAGMENT")
 
 
 class Operator:
@@ -69,7 +70,7 @@ def register(
 ) -> Operator:
     """Define `tilewise::<schema>`, computed by `run` on every device; `fake` gives the outputs' shapes, strides and dtypes without data.
 
-    `backward` and `setup_context` are as in torch.library.register_autograd; without them a derivative raises, saying so.
+    `backward` and `setup_context` are as in torch's register_autograd; without them a derivative raises, saying so.
     """
     name = schema.split("(", 1)[0]
     qualified = f"tilewise::{name}"
@@ -86,8 +87,8 @@ def register(
     backward, setup_context = backward or no_derivative, setup_context or save_nothing
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    library.register_fake(qualified, fake, lib=_library)
+    library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
     tensors = tuple(
         position
         for position, argument in enumerate(torch._C.parse_schema(qualified + schema[len(name) :]).arguments)
