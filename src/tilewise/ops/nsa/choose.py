@@ -1,10 +1,9 @@
 """The choice of blocks: launches of scores and of the best of them, in chunks of tokens. Plain tensors in and out."""
 
 import torch
-import triton
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
@@ -27,7 +26,7 @@ def choose(
         return indices
     config = configs.choose("scores", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
     in_block = sizes.block_size // sizes.compress_stride
-    windows_p = triton.next_power_of_2(in_block)
+    windows_p = power_of_2(in_block)
     most_bytes = configs.WINDOW_TILE_BYTES[family(architecture(q.device))]
     if windows_p > config.block_n and windows_p * padded_channels(q.shape[-1]) * q.element_size() > most_bytes:
         raise ValueError(
@@ -37,7 +36,7 @@ def choose(
     planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
     # The longest sequence of a packed batch has at most all tokens.
     n_blocks = -(-tokens // sizes.block_size)
-    width = triton.next_power_of_2(n_blocks)
+    width = power_of_2(n_blocks)
     block = min(max(width, 16), MOST_BLOCKS)
     tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
@@ -81,7 +80,7 @@ def choose(
         "indices": indices,
         "BLOCK_SIZE": sizes.block_size,
         "COUNT": sizes.block_count,
-        "COUNT_P": triton.next_power_of_2(sizes.block_count),
+        "COUNT_P": power_of_2(sizes.block_count),
         "INIT": sizes.init_blocks,
         "LOCAL": sizes.local_blocks,
         "BLOCK_R": rows,

@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
-from tilewise.ops._host.launching import Launch, run_all
+from tilewise.ops._host.launching import Launch, power_of_2, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.kernels_index import (
@@ -42,7 +41,7 @@ class Named(NamedTuple):
     @property
     def slots_p(self) -> int:
         """As tiles hold them."""
-        return triton.next_power_of_2(max(self.slots, 1))
+        return power_of_2(max(self.slots, 1))
 
     @property
     def tile_tokens(self) -> int:

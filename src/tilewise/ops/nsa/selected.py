@@ -3,11 +3,10 @@
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from tilewise.ops._host.backend import architecture, interpreting
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, run_all, tile_widths
 from tilewise.ops._host.packing import batch_size
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs, index
@@ -54,7 +53,7 @@ class Inputs(NamedTuple):
 
     def union_tokens(self, kernel: configs.Kernel) -> int:
         """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and more than one head a token."""
-        group_p = triton.next_power_of_2(self.group)
+        group_p = power_of_2(self.group)
         tokens = self.config(kernel).block_m // group_p
         plain = self.named.own == 0 and self.sel_scale is None and self.causal
         return tokens if plain and group_p > 1 and tokens <= 32 and tokens * self.named.slots_p <= configs.UNION_ENTRIES else 0
@@ -81,7 +80,7 @@ def make_inputs(
             "or more that do; take a multiple of 16, or backend='reference'"
         )
     blocks = -(-q.shape[-3] // block_size)
-    if blocks * parts >= MOST_BLOCKS // triton.next_power_of_2(max(indices.shape[-1] * parts + parts, configs.UNION_ENTRIES)):
+    if blocks * parts >= MOST_BLOCKS // power_of_2(max(indices.shape[-1] * parts + parts, configs.UNION_ENTRIES)):
         raise ValueError(f"block_size is {block_size} and there are {q.shape[-3]} tokens: more blocks than the index can number; take larger blocks")
     if indices.dtype != torch.int32 or parts > 1:
         # A number that is no block must not become one when it is cut to 32 bits, or multiplied.
@@ -117,14 +116,14 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
         "heads_a_key": named.heads // k.shape[-2],
         "scale_log2": inputs.scale * flash.LOG2E,
         "GROUP": inputs.group,
-        "GROUP_P": triton.next_power_of_2(inputs.group),
+        "GROUP_P": power_of_2(inputs.group),
         "D": q.shape[-1],
         "DV": v.shape[-1],
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "BLOCK_SIZE": named.block_size,
         "BLOCK_M": config.block_m,
-        "BLOCK_N": max(16, triton.next_power_of_2(named.block_size)),
+        "BLOCK_N": max(16, power_of_2(named.block_size)),
         "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -138,7 +137,7 @@ def _positive(scale: float) -> dict[str, Any]:
     return {"scale_log2": (abs(scale) or 1.0) * flash.LOG2E, "SIGN": 1 if scale > 0 else -1 if scale < 0 else 0}
 
 
-def _index_type(tokens: int, group: int, *tensors: torch.Tensor) -> tl.dtype:
+def index_type(tokens: int, group: int, *tensors: torch.Tensor) -> tl.dtype:
     """32 bits where rows of so many tokens of every tensor (and of LSEs by head and token) lie within 2^31 elements."""
     most = max(tokens * abs(x.stride(-3)) + group * abs(x.stride(-2)) + x.shape[-1] for x in tensors)
     return tl.int32 if max(most, group * tensors[0].shape[-3] + tokens) < 2**31 else tl.int64
@@ -148,7 +147,7 @@ def _in_lists(inputs: Inputs, lists: index.Lists, first_tile: int, *rows: torch.
     """What the kernels in key order take beside; `rows` are the tensors that they gather from."""
     named = inputs.named
     return {
-        "INDEX": _index_type(lists.tokens.shape[0], inputs.group, *rows),
+        "INDEX": index_type(lists.tokens.shape[0], inputs.group, *rows),
         "perm": lists.perm,
         "segments": lists.segments,
         "ends": lists.ends,
@@ -313,7 +312,7 @@ def _backward_lists(
         lists = index.make_lists(named, chunk, segment, flag, wanted)
         names = ("flag", "WANTED", "n_heads", "enable_fp_fusion")
         keys = {name: arguments[name] for name in (*names, "dk", "dv", "cu", "n_batch", "n_tokens", "D", "DV", "BLOCK_D", "BLOCK_DV", "BLOCK_SIZE")}
-        keys |= {"ends": lists.ends, "extras": lists.extras, "n_slots": slots, "BLOCK_N": block_n, "BLOCK_R": SUMMED_KEYS, "num_warps": 4}
+        keys |= {"ends": lists.ends, "extras": lists.extras, "n_slots": slots, "BLOCK_N": block_n, "BLOCK_R": SUMMED_KEYS, "HEADS": 1, "num_warps": 4}
         tokens = chunk.tiles * named.tile_tokens
         aside = {name: partial[name] for name in ("partial_dk", "partial_dv")}
         in_lists = _in_lists(inputs, lists, chunk.first_tile, inputs.q, rows.do)
@@ -323,7 +322,14 @@ def _backward_lists(
         ]
         if dq is not None:
             queries = {name: arguments[name] for name in (*names, "GROUP", "D", "BLOCK_D")}
-            queries |= {"partial_dq": partial["partial_dq"], "ranks": lists.ranks, "tokens": lists.tokens, "dq": dq, "n_rows": tokens * rows_a_token}
+            queries |= {
+                "partial_dq": partial["partial_dq"],
+                "ranks": lists.ranks,
+                "tokens": lists.tokens,
+                "base": None,
+                "dq": dq,
+                "n_rows": tokens * rows_a_token,
+            }
             queries |= {"SLOTS": named.slots, "BLOCK_R": SUMMED_ROWS, "num_warps": 4}
             launches.append(Launch(nsa_selected_bwd_queries_kernel, -(-tokens * rows_a_token // SUMMED_ROWS), queries))
         run_all(launches, dk.device)
