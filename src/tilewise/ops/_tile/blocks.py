@@ -21,11 +21,11 @@ def skipped(flag, WANTED: tl.constexpr):
 
 
 @triton.jit
-def no_segment(flag, WANTED: tl.constexpr, p_segments):
-    """Whether the program has nothing to do: the other order was chosen, or there are fewer segments."""
+def no_segment(flag, WANTED: tl.constexpr, p_segments, i_segment):
+    """Whether there is nothing to do: the other order was chosen, or there are fewer segments."""
     idle = skipped(flag, WANTED)
     if not idle:
-        idle = tl.program_id(0) >= tl.load(p_segments)
+        idle = i_segment >= tl.load(p_segments)
     return idle
 
 
@@ -83,13 +83,13 @@ def within_run(b_x, first):
 
 
 @triton.jit
-def locate_segment(segments, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """A program's segment: first entry, entries, which one of those that are not their list's first (0: it is), index head, and where its block lies.
+def locate_segment(segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Segment `i_segment`: first entry, entries, which one of those that are not their list's first (0: it is), index head, and where its block lies.
 
     That is batch entry and first token to index tensors with, the sequence's first token of all, its length, the block's first key, and by how much a
     token's number in the sequence exceeds its number in the chunk.
     """
-    p_segment = segments + tl.program_id(0).to(tl.int64) * 4
+    p_segment = segments + i_segment.to(tl.int64) * 4
     i_list = tl.load(p_segment + 2)
     i_b, i_block, start, n_keys = locate_slot(i_list % n_slots, p_cu, n_batch, n_tokens, BLOCK_SIZE)
     offset = (first_tile - first_slot(i_b, p_cu, n_tokens, TOKENS)) * TOKENS

@@ -1,7 +1,8 @@
 """Loads and stores of tiles of rows: a tile is BLOCK consecutive tokens of one head.
 
 `rows` bundles what names the rows of one head of one sequence: (x, strides, batch entry, head, first token, number of rows).
-x is a pointer, or with TMA a descriptor over [B, H, T, D]; strides are (batch, token, head), and the last axis is contiguous.
+x is a pointer, or with TMA a descriptor over [B, H, T, D] (packed tokens are one batch entry); strides are (batch, token, head), and the last axis is
+contiguous.
 """
 
 import triton
@@ -22,11 +23,14 @@ def tile_pointers(rows, i_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_rows(rows, i_row, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, INSIDE: tl.constexpr = False):
     """Rows `i_row .. i_row + BLOCK` as [BLOCK, BLOCK_D]; what lies past the last row or past D is 0.
 
-    A descriptor zeroes what lies past T by itself, so TMA is for dense batches only. INSIDE promises that no row lies past the last.
+    INSIDE promises that no row lies past the last. TMA is 1 for dense batches: the descriptor zeroes what lies past T by itself; and 2 for packed
+    ones, where the next sequence's rows lie there.
     """
-    x, _, i_b, i_h, _, n_rows = rows
+    x, _, i_b, i_h, start, n_rows = rows
     if TMA:
-        b_x = x.load([i_b, i_h, i_row, 0]).reshape([BLOCK, BLOCK_D])
+        b_x = x.load([i_b, i_h, start + i_row, 0]).reshape([BLOCK, BLOCK_D])
+        if TMA == 2 and not INSIDE:
+            b_x = tl.where((i_row + tl.arange(0, BLOCK) < n_rows)[:, None], b_x, tl.zeros_like(b_x))
     else:
         p_x = tile_pointers(rows, i_row, BLOCK, BLOCK_D)
         m_r = (i_row + tl.arange(0, BLOCK) < n_rows)[:, None]

@@ -51,6 +51,16 @@ def split_range(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def split_tail(ends, n_rows, BLOCK: tl.constexpr):
+    """Bounds of four runs from split_range's three: masked, whole, masked, and at last the tile that reaches past the last row, if one does."""
+    low, full_low, full_high, high = ends
+    inside = tl.maximum(low, n_rows // BLOCK * BLOCK)
+    full_low = tl.minimum(full_low, inside)
+    full_high = tl.minimum(tl.maximum(full_high, full_low), inside)
+    return low, full_low, full_high, tl.minimum(inside, high), high
+
+
+@triton.jit
 def keys_before(position, KEY_STRIDE: tl.constexpr):
     """How many keys stand before `position`: 0 or less where there is none, whichever way `//` rounds below 0."""
     if KEY_STRIDE is not None:

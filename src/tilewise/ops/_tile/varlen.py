@@ -93,3 +93,81 @@ def first_slot(i_b, p_cu, n_tokens, BLOCK: tl.constexpr):
     else:
         slot = load_offset(p_cu, i_b, n_tokens) // BLOCK + i_b
     return slot
+
+
+@triton.jit
+def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """As `locate_tile`, in the order of work: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense ones have none.
+
+    All heads of a tile are neighbours.
+    """
+    i_h = pid % n_heads
+    i_slot = pid // n_heads
+    start = 0
+    if p_cu is None:
+        i_b = i_slot // n_tiles
+        i_tile = i_slot % n_tiles
+        if LAST_FIRST:
+            i_tile = n_tiles - 1 - i_tile
+    else:
+        p_tile = tiles + i_slot * 4
+        i_b = tl.load(p_tile)
+        i_tile = tl.load(p_tile + 1)
+        start = tl.load(p_tile + 2)
+        n_rows = tl.load(p_tile + 3)
+    return i_b, i_h, i_tile * BLOCK, start, n_rows
+
+
+@triton.jit(do_not_specialize=("n_batch", "n_tokens", "n_slots"))
+def order_tiles_kernel(cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
+    # Grid: sequences.
+    # Owns: one sequence's tiles of BLOCK tokens.
+    # Loops over: all sequences, to find how many tiles those before it have: the longer ones, and of equals the earlier.
+    # Writes: for each tile its sequence, number, and the sequence's first token and length; LAST_FIRST from the last tile down. The last program also
+    # fills the slots left over, with tiles past the end of a sequence.
+    i_b = tl.program_id(0)
+    start, n_mine = sequence_bounds(cu, i_b, n_tokens)
+    first = 0
+    n_before = 0
+    for i in range(0, n_batch, BLOCK_B):
+        o_b = i + tl.arange(0, BLOCK_B)
+        m_b = o_b < n_batch
+        low = tl.minimum(tl.maximum(tl.load(cu + o_b, mask=m_b, other=0), 0), n_tokens).to(tl.int32)
+        high = tl.minimum(tl.maximum(tl.load(cu + o_b + 1, mask=m_b, other=0), 0), n_tokens).to(tl.int32)
+        length = tl.maximum(high - low, 0)
+        before = m_b & ((length > n_mine) | ((length == n_mine) & (o_b < i_b)))
+        # Offsets that decrease may add up to more tiles than there are slots; clamped, they cannot overflow.
+        first = tl.minimum(first + tl.sum(tl.where(before, tl.cdiv(length, BLOCK), 0).to(tl.int64), 0), n_slots).to(tl.int32)
+        n_before += tl.sum(before.to(tl.int32), 0)
+    n_tiles = tl.cdiv(n_mine, BLOCK)
+    last = tl.minimum(first + n_tiles, n_slots)
+    if n_before == n_batch - 1:
+        last = n_slots
+    for i in range(first, last, BLOCK_B):
+        o_slot = i + tl.arange(0, BLOCK_B)
+        o_t = o_slot - first
+        if LAST_FIRST:
+            o_t = tl.where(o_t < n_tiles, n_tiles - 1 - o_t, o_t)
+        p_tile = tiles + o_slot * 4
+        tl.store(p_tile, i_b + tl.zeros_like(o_t), mask=o_slot < last)
+        tl.store(p_tile + 1, o_t, mask=o_slot < last)
+        tl.store(p_tile + 2, start + tl.zeros_like(o_t), mask=o_slot < last)
+        tl.store(p_tile + 3, n_mine + tl.zeros_like(o_t), mask=o_slot < last)
+
+
+@triton.jit
+def same_or_other_side(p_cu, p_cu_other, i_b, start, n_rows, n_others, i_row):
+    """Batch entry to index with, first token and length of the sequence's other side, as `other_side` gives them.
+
+    Packed sequences whose other side has no offsets of its own have the same on both; dense ones have `n_others` rows.
+    """
+    if p_cu is None:
+        start = 0
+    else:
+        if p_cu_other is not None:
+            start, n_others = sequence_bounds(p_cu_other, i_b, n_others)
+        else:
+            n_others = n_rows
+        n_others = tl.where(i_row < n_rows, n_others, 0)
+        i_b = 0
+    return i_b, start, n_others

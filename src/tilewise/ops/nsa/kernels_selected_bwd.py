@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tilewise.ops._tile.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment, skipped
 from tilewise.ops._tile.load import load_rows
+from tilewise.ops._tile.plain import load_plain, store_plain, store_sums
 from tilewise.ops._tile.varlen import locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
@@ -46,37 +47,6 @@ def nsa_selected_bwd_lists_step(
 
 
 @triton.jit
-def plain_rows(x, o_row, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to rows [N, BLOCK_D] of width D, end to end, and which elements exist."""
-    o_d = tl.arange(0, BLOCK_D)
-    m_x = m_row[:, None]
-    if D != BLOCK_D:
-        m_x = m_x & (o_d < D)[None, :]
-    return x + (o_row[:, None] * D + o_d[None, :]), m_x
-
-
-@triton.jit
-def store_plain(x, o_row, m_row, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store rows [N, BLOCK_D] of width D."""
-    p_x, m_x = plain_rows(x, o_row, m_row, D, BLOCK_D)
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
-
-
-@triton.jit
-def store_sums(dk, dv, o_row, m_row, acc_dk, acc_dv, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Store the rows of both sums."""
-    store_plain(dk, o_row, m_row, acc_dk, D, BLOCK_D)
-    store_plain(dv, o_row, m_row, acc_dv, DV, BLOCK_DV)
-
-
-@triton.jit
-def load_plain(x, o_row, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows [N, BLOCK_D] of width D, 0 where there is none."""
-    p_x, m_x = plain_rows(x, o_row, m_row, D, BLOCK_D)
-    return tl.load(p_x, mask=m_x, other=0.0)
-
-
-@triton.jit
 def store_entry_sums(p_x, b_x, m_x, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr):
     """Store at each entry the sum over its rows, which lie side by side in one tile."""
     b_sum = tl.sum(tl.reshape(tl.where(m_x, b_x, 0.0), [BLOCK_M // GROUP_P, GROUP_P]), 1)
@@ -97,10 +67,10 @@ def nsa_selected_bwd_lists_kernel(
     # Loops over: its entries, BLOCK_M rows at a time.
     # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and where wanted each row's part
     # of dq, and each entry's dsel.
-    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1):
+    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
     first, n_entries, i_segment, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
-        segments, n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
+        segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
     )
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]
@@ -149,16 +119,17 @@ def nsa_selected_bwd_lists_kernel(
 def nsa_selected_bwd_keys_kernel(
     partial_dk, partial_dv, dk, dv, ends, extras, flag, cu, n_batch, n_tokens, n_heads, n_slots,
     WANTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    # Grid: lists x tiles of BLOCK_R keys of a block.
-    # Owns: BLOCK_R keys of one block.
+    # Grid: lists x HEADS key heads that share one x tiles of BLOCK_R keys of a block.
+    # Owns: BLOCK_R keys of one block and head.
     # Loops over: its list's segments but the first, in order.
     # Writes: adds them to dk and dv.
     if skipped(flag, WANTED):
         return
-    i_list = tl.program_id(0) // (BLOCK_N // BLOCK_R)
     i_n = tl.program_id(0) % (BLOCK_N // BLOCK_R) * BLOCK_R
+    i_shared = tl.program_id(0) // (BLOCK_N // BLOCK_R) % HEADS
+    i_list = tl.program_id(0) // (BLOCK_N // BLOCK_R) // HEADS
     first = tl.load(extras + i_list)
     n_extras = tl.load(ends + i_list) - 1
     if i_list > 0:
@@ -167,11 +138,11 @@ def nsa_selected_bwd_keys_kernel(
         _, i_block, start, Tk = locate_slot(i_list % n_slots, cu, n_batch, n_tokens, BLOCK_SIZE)
         o_n = i_n + tl.arange(0, BLOCK_R)
         m_n = (o_n < BLOCK_SIZE) & (i_block * BLOCK_SIZE + o_n < Tk)
-        o_key = (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * n_heads + i_list // n_slots
+        o_key = (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * (n_heads * HEADS) + i_list // n_slots * HEADS + i_shared
         acc_dk = load_plain(dk, o_key, m_n, D, BLOCK_D)
         acc_dv = load_plain(dv, o_key, m_n, DV, BLOCK_DV)
         for i in range(first, first + n_extras):
-            o_part = tl.cast(i, tl.int64) * BLOCK_N + o_n
+            o_part = (tl.cast(i, tl.int64) * HEADS + i_shared) * BLOCK_N + o_n
             acc_dk += load_plain(partial_dk, o_part, m_n, D, BLOCK_D)
             acc_dv += load_plain(partial_dv, o_part, m_n, DV, BLOCK_DV)
         store_sums(dk, dv, o_key, m_n, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
@@ -179,13 +150,13 @@ def nsa_selected_bwd_keys_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_queries_kernel(
-    partial_dq, ranks, tokens, dq, flag, n_heads, n_rows,
+    partial_dq, ranks, tokens, base, dq, flag, n_heads, n_rows,
     WANTED: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R rows of the chunk: tokens x index heads x group.
     # Owns: BLOCK_R rows.
     # Loops over: the slots of each row's token, in order.
-    # Writes: its rows of dq.
+    # Writes: its rows of dq; they begin with those of `base`, where it is given, laid out as dq.
     if skipped(flag, WANTED):
         return
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -194,7 +165,10 @@ def nsa_selected_bwd_queries_kernel(
     i_token = tl.load(tokens + o_named // n_heads, mask=m_r, other=-1)
     o_d = tl.arange(0, BLOCK_D)
     m_x = m_r[:, None] & (o_d < D)[None, :]
+    o_out = i_token.to(tl.int64) * (n_heads * GROUP) + (o_named % n_heads) * GROUP + o_r % GROUP
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if base is not None:
+        acc += tl.load(base + o_out[:, None] * D + o_d[None, :], mask=m_x & (i_token >= 0)[:, None], other=0.0).to(tl.float32)
     for i_s in range(SLOTS):
         o_one = (o_named * SLOTS + i_s) * GROUP + o_r % GROUP
         # The load does not wait for the rank: what was not written is dropped after it.
@@ -202,7 +176,6 @@ def nsa_selected_bwd_queries_kernel(
         present = tl.load(ranks + o_named * SLOTS + i_s, mask=m_r, other=-1) >= 0
         acc += tl.where(present[:, None], b_dq, 0.0)
     m_r = m_r & (i_token >= 0)
-    o_out = i_token.to(tl.int64) * (n_heads * GROUP) + (o_named % n_heads) * GROUP + o_r % GROUP
     tl.store(dq + o_out[:, None] * D + o_d[None, :], acc.to(dq.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 

@@ -32,10 +32,10 @@ def nsa_selected_fwd_lists_kernel(
     # Owns: one block of keys and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M rows at a time.
     # Writes: for each row the output and LSE (base 2) over this block alone.
-    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1):
+    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
     first, n_entries, _, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
-        segments, n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
+        segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
     )
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]

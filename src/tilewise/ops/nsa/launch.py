@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, padded_channels, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.nsa import selected
@@ -27,6 +28,8 @@ __all__ = [
     "selected_forward",
 ]
 
+# Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of one that spreads gradients.
+MEANS = 32 if interpreting() else 4
 COMPRESSED_ROWS = 32
 COMBINED_ELEMENTS = 2048
 
@@ -55,10 +58,10 @@ def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | N
     rows = window_count(tokens, size, stride) if cu is None else tokens // stride
     y = torch.empty((*x.shape[:-3], rows, *x.shape[-2:]), dtype=x.dtype, device=x.device)
     if y.numel():
-        n_tiles = tile_slots(rows, COMPRESSED_ROWS, windows)
+        n_tiles = tile_slots(rows, MEANS, windows)
         arguments = _compress_arguments(x, tokens, rows, cu, windows, size, stride)
         arguments |= {"x": x, "y": y, "x_strides": row_strides(x.stride()), "y_strides": row_strides(y.stride())}
-        arguments |= {"n_tiles": n_tiles, "BLOCK_N": COMPRESSED_ROWS}
+        arguments |= {"n_tiles": n_tiles, "BLOCK_N": MEANS}
         grid = n_tiles * x.shape[-2] * (x.shape[0] if cu is None else 1)
         run_all([Launch(nsa_compress_fwd_kernel, grid, arguments)], x.device)
     return y

@@ -87,13 +87,13 @@ def segments(indices: torch.Tensor, block_size: int, most: int) -> list[Segment]
     ]
 
 
-def _keys(x: torch.Tensor, block: int, tiling: Tiling) -> torch.Tensor:
+def block_keys(x: torch.Tensor, block: int, tiling: Tiling) -> torch.Tensor:
     """The tile of one block, zeros behind its last key and behind the sequence."""
     start = block * tiling.block_size
     return tile(x[: start + tiling.block_size], start, tiling.block_n)
 
 
-def _kept(tokens: torch.Tensor, block: int, keys: int, tiling: Tiling) -> torch.Tensor:
+def keys_kept(tokens: torch.Tensor, block: int, keys: int, tiling: Tiling) -> torch.Tensor:
     """[M, N], True where the row's token sees the key."""
     within = torch.arange(tiling.block_n, device=tokens.device)
     key = block * tiling.block_size + within
@@ -130,9 +130,9 @@ def forward_union(
     l = torch.zeros_like(m)
     acc = torch.zeros(b_q.shape[0], v.shape[1], dtype=state, device=q.device)
     for step, (block, naming) in enumerate(union(indices, i_tile, tiling.tokens(group), tiling.block_size)):
-        b_k = _keys(k, block, tiling)
+        b_k = block_keys(k, block, tiling)
         yield f"K_{step}", b_k
-        scores = dot(b_q, b_k.T, state).masked_fill(~_kept(token, block, tokens, tiling), -math.inf)
+        scores = dot(b_q, b_k.T, state).masked_fill(~keys_kept(token, block, tokens, tiling), -math.inf)
         yield f"S_{step}", scores
         named = torch.tensor([t in naming for t in token.tolist()], device=q.device)
         m_new = torch.maximum(m, (scores.amax(1) * factor).masked_fill(~named, -math.inf))
@@ -143,7 +143,7 @@ def forward_union(
         rescale = torch.exp2(m - shift)
         l, m = l * rescale + p.sum(1), m_new
         yield f"L_{step}", l
-        b_v = _keys(v, block, tiling)
+        b_v = block_keys(v, block, tiling)
         yield f"V_{step}", b_v
         acc = acc * rescale[:, None] + dot(p.to(v.dtype), b_v, state)
         yield f"O_{step}", acc
@@ -153,7 +153,7 @@ def forward_union(
     yield "LSE", torch.where(seen, (m + torch.log2(total)) / LOG2E, -math.inf)
 
 
-def _steps(entries: Sequence[Entry], group: int, tiling: Tiling) -> list[Sequence[Entry]]:
+def entry_steps(entries: Sequence[Entry], group: int, tiling: Tiling) -> list[Sequence[Entry]]:
     """The entries of each step of a program in key order."""
     each = tiling.tokens(group)
     return [entries[first : first + each] for first in range(0, len(entries), each)]
@@ -174,12 +174,12 @@ def forward_lists(
     """Key order, `entries` of one block's list: K, V; for each step Q_i, S_i (masked), M_i, P_i, L_i, O_i, a result over this block alone."""
     group, state = q.shape[1], state_dtype(q)
     sign, factor = _units(scale)
-    b_k, b_v = _keys(k, block, tiling), _keys(v, block, tiling)
+    b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
     yield from (("K", b_k), ("V", b_v))
-    for step, part in enumerate(_steps(entries, group, tiling)):
+    for step, part in enumerate(entry_steps(entries, group, tiling)):
         b_q = _listed(q, part)
         yield f"Q_{step}", b_q
-        kept = _kept(_tokens_of(part, group, q.device), block, k.shape[0], tiling)
+        kept = keys_kept(_tokens_of(part, group, q.device), block, k.shape[0], tiling)
         scores = (dot(b_q, b_k.T, state) * sign).masked_fill(~kept, -math.inf)
         yield f"S_{step}", scores
         m = scores.amax(1) * factor
@@ -210,19 +210,20 @@ class Results(NamedTuple):
         return self.x.transpose(1, 2).flatten(0, 1), self.present.repeat_interleave(self.x.shape[2], 0)
 
 
-def _by_entry(indices: torch.Tensor, found: Sequence[list[torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype, tiling: Tiling) -> Results:
+def by_entry(indices: torch.Tensor, found: Sequence[list[torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype, tiling: Tiling) -> Results:
     """Results in `dtype` from those `found` of each list, step by step, [M, ...]; 0 where there is no entry. `shape` is (G, ...)."""
     x = torch.zeros(*indices.shape, *shape, dtype=dtype, device=indices.device)
     present = torch.zeros(indices.shape, dtype=torch.bool, device=indices.device)
     for entries, steps in zip(lists(indices, tiling.block_size), found, strict=True):
-        for part, rows in zip(_steps(entries, shape[0], tiling), steps, strict=True):
+        for part, rows in zip(entry_steps(entries, shape[0], tiling), steps, strict=True):
             at = [t for t, _ in part], [s for _, s in part]
             x[at] = rows.to(dtype).unflatten(0, (-1, shape[0]))
             present[at] = True
     return Results(x, present)
 
 
-def _stepped(values: dict[str, torch.Tensor], name: str) -> list[torch.Tensor]:
+def stepped(values: dict[str, torch.Tensor], name: str) -> list[torch.Tensor]:
+    """A value of every step."""
     return [x for key, x in values.items() if key.startswith(f"{name}_")]
 
 
@@ -231,10 +232,10 @@ def partial_outputs(
 ) -> tuple[Results, Results]:
     """What is left for the merge: outputs [T, S, G, Dv] in q's dtype, and LSEs [T, S, G] in base 2."""
     found = [dict(forward_lists(q, k, v, entries, block, tiling, scale)) for block, entries in enumerate(lists(indices, tiling.block_size))]
-    outputs = [_stepped(values, "O") for values in found]
-    lses = [[m + torch.log2(l) for m, l in zip(_stepped(values, "M"), _stepped(values, "L"), strict=True)] for values in found]
+    outputs = [stepped(values, "O") for values in found]
+    lses = [[m + torch.log2(l) for m, l in zip(stepped(values, "M"), stepped(values, "L"), strict=True)] for values in found]
     group = q.shape[1]
-    return _by_entry(indices, outputs, (group, v.shape[1]), q.dtype, tiling), _by_entry(indices, lses, (group,), state_dtype(q), tiling)
+    return by_entry(indices, outputs, (group, v.shape[1]), q.dtype, tiling), by_entry(indices, lses, (group,), state_dtype(q), tiling)
 
 
 def merge(o: torch.Tensor, lse: torch.Tensor, present: torch.Tensor) -> Iterator[Named]:
@@ -275,15 +276,15 @@ def backward_lists(
     K, V; for each step Q_i, dO_i, LSE2_i, delta_i, S_i, P_i, dP_i, dS_i (as products take it), dV_i, dK_i (but for the scale), dQ_i.
     """
     group, state = q.shape[1], state_dtype(q)
-    b_k, b_v = _keys(k, block, tiling), _keys(v, block, tiling)
+    b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
     yield from (("K", b_k), ("V", b_v))
     acc_dk, acc_dv = (torch.zeros(x.shape, dtype=state, device=q.device) for x in (b_k, b_v))
-    for step, part in enumerate(_steps(entries, group, tiling)):
+    for step, part in enumerate(entry_steps(entries, group, tiling)):
         b_q, b_do, b_lse, b_delta = (_listed(x, part) for x in (q, *incoming))
         yield from ((f"Q_{step}", b_q), (f"dO_{step}", b_do), (f"LSE2_{step}", b_lse), (f"delta_{step}", b_delta))
         scores = dot(b_q, b_k.T, state)
         yield f"S_{step}", scores
-        kept = _kept(_tokens_of(part, group, q.device), block, k.shape[0], tiling)
+        kept = keys_kept(_tokens_of(part, group, q.device), block, k.shape[0], tiling)
         p = torch.exp2(scores * (scale * LOG2E) - b_lse[:, None]).masked_fill(~kept, 0.0)
         yield f"P_{step}", p
         dp = dot(b_do, b_v.T, state)
@@ -311,7 +312,7 @@ def backward_block(
     sums: dict[str, torch.Tensor] = {}
     for entries in parts:
         values = dict(backward_lists(q, k, v, incoming, entries, block, tiling, scale))
-        last = {name: _stepped(values, name)[-1] for name in ("dK", "dV")}
+        last = {name: stepped(values, name)[-1] for name in ("dK", "dV")}
         sums = {name: sums[name] + x for name, x in last.items()} if sums else last
     yield "dK_final", sums["dK"] * scale
     yield "dV_final", sums["dV"]
@@ -328,13 +329,19 @@ def partial_gradients(
 ) -> Results:
     """What the programs in key order leave of dQ, [T, S, G, D] in q's dtype."""
     by_block = enumerate(lists(indices, tiling.block_size))
-    found = [_stepped(dict(backward_lists(q, k, v, incoming, entries, block, tiling, scale)), "dQ") for block, entries in by_block]
-    return _by_entry(indices, found, (q.shape[1], q.shape[2]), q.dtype, tiling)
+    found = [stepped(dict(backward_lists(q, k, v, incoming, entries, block, tiling, scale)), "dQ") for block, entries in by_block]
+    return by_entry(indices, found, (q.shape[1], q.shape[2]), q.dtype, tiling)
 
 
-def sum_gradients(dq: torch.Tensor, present: torch.Tensor) -> Iterator[Named]:
-    """Rows of tokens over their slots, dq [R, S, D] and present [R, S]: for each slot i dQ_part_i, dQ_i; then dQ_final."""
+def sum_gradients(dq: torch.Tensor, present: torch.Tensor, base: torch.Tensor | None = None) -> Iterator[Named]:
+    """Rows of tokens over their slots, dq [R, S, D] and present [R, S]: for each slot i dQ_part_i, dQ_i; then dQ_final.
+
+    Where sums begin with a `base` [R, D], that comes first, as dQ_base.
+    """
     acc = torch.zeros(dq.shape[0], dq.shape[2], dtype=state_dtype(dq), device=dq.device)
+    if base is not None:
+        acc = acc + base.to(acc.dtype)
+        yield "dQ_base", acc
     for slot in range(dq.shape[1]):
         yield f"dQ_part_{slot}", dq[:, slot]
         acc = acc + dq[:, slot].to(acc.dtype).masked_fill(~present[:, slot, None], 0.0)
@@ -359,7 +366,7 @@ def backward_union(
     yield from (("Q", b_q), ("dO", b_do), ("LSE2", b_lse), ("delta", b_delta))
     acc = torch.zeros(b_q.shape, dtype=state, device=q.device)
     for step, (block, naming) in enumerate(union(indices, i_tile, tiling.tokens(group), tiling.block_size)):
-        b_k, b_v = _keys(k, block, tiling), _keys(v, block, tiling)
+        b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
         yield f"K_{step}", b_k
         scores = dot(b_q, b_k.T, state)
         yield f"S_{step}", scores
@@ -368,7 +375,7 @@ def backward_union(
         yield f"dP_{step}", dp
         named = torch.tensor([t in naming for t in token.tolist()], device=q.device)
         shift = b_lse.masked_fill(~named, math.inf)[:, None]
-        p = torch.exp2(scores * (scale * LOG2E) - shift).masked_fill(~_kept(token, block, tokens, tiling), 0.0)
+        p = torch.exp2(scores * (scale * LOG2E) - shift).masked_fill(~keys_kept(token, block, tokens, tiling), 0.0)
         yield f"P_{step}", p
         ds = p * (dp - b_delta[:, None])
         yield f"dS_{step}", ds
