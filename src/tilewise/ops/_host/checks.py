@@ -78,6 +78,19 @@ def check_fit(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size], pac
         )
 
 
+def check_one_length(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size]) -> None:
+    """Queries, keys and further tensors, in this order, over the same tokens and heads: keys of the queries' shape, the rest of any channels."""
+    shape_q, shape_k, *further = shapes
+    name_q, name_k, *names = tensors
+    if shape_k != shape_q:
+        raise ValueError(f"{name_k} and {name_q} must have the same shape (got shapes {shapes_of(tensors)})")
+    for name, shape in zip(names, further, strict=True):
+        if shape[:-1] != shape_q[:-1]:
+            raise ValueError(f"{name} and {name_q} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
+    if shape_q[-2] == 0:
+        raise ValueError(f"{name_q} has no heads: expected at least 1 (got shapes {shapes_of(tensors)})")
+
+
 def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
     """A gate or a factor: q's dtype or float32, on q's device, of this shape, whose axes are called `axes`."""
     if not isinstance(x, torch.Tensor):
@@ -160,7 +173,16 @@ def check_offset_values(offsets: torch.Tensor, name: str, tokens: int, longest: 
     if values[-1] != tokens:
         raise ValueError(f"{name} ends at {values[-1]}: the last offset must be the number of tokens, {tokens} (got {_short(values)})")
     if longest is not None and lengths and max(lengths) > longest:
-        raise ValueError(f"{longest_name} is {longest} and {name} holds a sequence of {max(lengths)} tokens: raise it, or leave it out")
+        raise ValueError(f"{longest_name} is {longest} and {name} holds a sequence of {max(lengths)} tokens: it must be at least that")
+
+
+def check_target_values(num_targets: torch.Tensor, name: str, offsets: torch.Tensor) -> None:
+    """Targets of each sequence: 0 to its length, as `offsets` has it."""
+    if not values_are_checked(num_targets):
+        return
+    for b, (count, (start, stop)) in enumerate(zip(num_targets.tolist(), itertools.pairwise(offsets.tolist()), strict=True)):
+        if not 0 <= count <= stop - start:
+            raise ValueError(f"{name} is {count} for sequence {b}: expected 0 to {stop - start}, for it has {stop - start} tokens")
 
 
 def _short(values: list[int]) -> str:

@@ -1,0 +1,250 @@
+"""SiLU attention launches: choose tiles, allocate, build the grid, launch. Plain tensors in and out; no autograd.
+
+`make_inputs` is HSTU attention; the compressed and the window branch of block-sparse attention are the same kernels with other numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._tile.varlen import order_tiles_kernel
+from tilewise.ops.flash.launch import LOG2E, Taps
+from tilewise.ops.hstu import configs
+from tilewise.ops.hstu.configs import Config
+from tilewise.ops.hstu.kernels_bwd import hstu_bwd_dkdv_kernel, hstu_bwd_dq_kernel
+from tilewise.ops.hstu.kernels_fwd import hstu_fwd_kernel
+
+# Sequences, and tiles of one, that a program of `order_tiles_kernel` takes at a time.
+ORDERED = 1024
+
+
+class Mask(NamedTuple):
+    """Which pairs take part: flash attention's limits and key stride; with targets or a context left is the reach, and `causal` says the rest."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    key_stride: int | None = None
+    num_targets: torch.Tensor | None = None
+    context: int | None = None
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and numbers: packed where cu_q is given; cu_k only where keys have offsets of their own.
+
+    Weights are `gain · s · sigmoid(alpha · s)`, a gain of None being 1, and `factor` times their sum with the values is the output.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_q: torch.Tensor | None
+    cu_k: torch.Tensor | None
+    mask: Mask
+    alpha: float
+    gain: float | None
+    factor: float
+
+    def problem(self, *gradients: torch.Tensor) -> configs.Problem:
+        """What decides the tiles of a kernel that reads q, k, v and `gradients`."""
+        readable = all(fits_descriptor(_batched(x)) for x in (self.q, self.k, self.v, *gradients))
+        return configs.Problem(sum(widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size())), self.q.element_size(), readable)
+
+
+def make_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    max_seq_len: int,
+    alpha: float,
+    causal: bool,
+    max_attn_len: int,
+    contextual_seq_len: int,
+) -> Inputs:
+    """Inputs from the public arguments of `hstu_attention`."""
+    # A limit that is wider than all tokens cuts nothing: it is dropped, and cannot overflow.
+    left = max_attn_len if 0 < max_attn_len < q.shape[0] else None
+    # A prefix longer than all tokens is as long as they are, and one more puts all of them at position 0.
+    context = min(contextual_seq_len, q.shape[0] + 1) or None
+    mask = Mask(causal, left, 0 if causal else left, None, num_targets, context)
+    # In fp16 a weight without its alpha might be too large a number.
+    gain = alpha if q.dtype == torch.float16 else None
+    return Inputs(q, k, v, seq_offsets, None, mask, alpha, gain, (1.0 if gain else alpha) / max_seq_len)
+
+
+def widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
+    """Channels of q and k, and of v, as tiles hold them.
+
+    As `tile_widths`, but for 32 channels beside 64 in 16 bits, the shape of many recommenders: these kernels, which transpose no product, come out
+    right with tiles of just that width (a test checks it), and run a tenth faster.
+    """
+    if element_size == 2 and (padded_channels(channels), padded_channels(values)) == (32, 64):
+        return 32, 64
+    return tile_widths(channels, values, element_size)
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    """Packed tokens as one batch entry, which is how descriptors see them."""
+    return x if x.dim() == 4 else x[None]
+
+
+class Tiles(NamedTuple):
+    """A grid over tiles of tokens: how many slots there are in all, tiles of one dense sequence, and the order of packed ones."""
+
+    slots: int
+    of_sequence: int
+    order: torch.Tensor | None
+    launches: list[Launch]
+
+
+def order_tiles(tokens: int, batch: int, cu: torch.Tensor | None, block: int, last_first: bool, device: torch.device) -> Tiles:
+    """The tiles of all sequences, longest sequences first, so that what runs last is short; LAST_FIRST, each from its last tile down."""
+    n_tiles = tile_slots(tokens, block, cu)
+    if cu is None:
+        return Tiles(n_tiles * batch, n_tiles, None, [])
+    order = torch.empty(n_tiles, 4, dtype=torch.int32, device=device)
+    arguments = {"cu": cu, "tiles": order, "n_batch": batch, "n_tokens": tokens, "n_slots": n_tiles}
+    arguments |= {"LAST_FIRST": last_first, "BLOCK": block, "BLOCK_B": ORDERED, "num_warps": 4}
+    return Tiles(n_tiles, n_tiles, order, [Launch(order_tiles_kernel, batch, arguments)])
+
+
+def _arguments(inputs: Inputs, config: Config, tiles: Tiles) -> dict[str, Any]:
+    """What every kernel takes: tensors, sizes and constants."""
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    block_d, block_dv = widths(q.shape[-1], v.shape[-1], q.element_size())
+    tma = 0 if not config.tma else 1 if inputs.cu_q is None else 2
+    tensors = {
+        "q": _readable(q, config, config.block_m, block_d),
+        "k": _readable(k, config, config.block_n, block_d),
+        "v": _readable(v, config, config.block_n, block_dv),
+    }
+    limit = {"maxnreg": config.registers} if config.registers and q.device.type != "cpu" else {}
+    return (
+        tensors
+        | limit
+        | {
+            "q_strides": None if tma else row_strides(q.stride()),
+            "k_strides": None if tma else row_strides(k.stride()),
+            "v_strides": None if tma else row_strides(v.stride()),
+            "cu": inputs.cu_q,
+            "cu_other": inputs.cu_k,
+            "tiles": tiles.order,
+            "num_targets": mask.num_targets,
+            "n_tiles": tiles.of_sequence,
+            "n_heads": q.shape[-2],
+            "n_queries": q.shape[-3],
+            "n_keys": k.shape[-3],
+            "left": mask.left,
+            "right": mask.right,
+            "context": mask.context,
+            "alpha_log2": inputs.alpha * LOG2E,
+            "gain": inputs.gain,
+            "D": q.shape[-1],
+            "DV": v.shape[-1],
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "KEY_STRIDE": mask.key_stride,
+            "CAUSAL": mask.causal,
+            "HISTORY": mask.num_targets is not None or mask.context is not None,
+            "TMA": tma,
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": True,
+        }
+    )
+
+
+def _readable(x: torch.Tensor, config: Config, rows: int, columns: int) -> Any:
+    """A tensor as a kernel reads it: a descriptor where the config says so."""
+    return descriptor(_batched(x), rows, columns) if config.tma else x
+
+
+def _output(name: str, x: torch.Tensor) -> dict[str, Any]:
+    return {name: x, f"{name}_strides": row_strides(x.stride())}
+
+
+def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) -> Config:
+    return configs.choose(kernel, inputs.problem(*gradients), architecture(inputs.q.device))
+
+
+def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps | None = None) -> list[Launch]:
+    """The forward's launches in order."""
+    q = inputs.q
+    tiles = order_tiles(q.shape[-3], batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal, q.device)
+    arguments = _arguments(inputs, config, tiles) | _output("o", o) | {"factor": inputs.factor, "taps": taps}
+    return [*tiles.launches, Launch(hstu_fwd_kernel, tiles.slots * q.shape[-2], arguments)]
+
+
+def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> torch.Tensor:
+    """Output [..., T, H, Dv] in q's dtype, with the given tiles or those that configs choose."""
+    q, v = inputs.q, inputs.v
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    if o.numel():
+        run_all(forward_launches(inputs, o, config or _choose("fwd", inputs), taps), q.device)
+    return o
+
+
+def backward_launches(
+    inputs: Inputs,
+    do: torch.Tensor,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    config_dkdv: Config,
+    config_dq: Config,
+    taps: tuple[Taps | None, Taps | None] = (None, None),
+    parts: int = 1,
+) -> list[Launch]:
+    """The backward's launches in order: dK and dV, then dQ. `gradients` are the tensors to fill: dq, dk, dv; for `parts` see `backward`."""
+    q, k = inputs.q, inputs.k
+    dq, dk, dv = gradients
+    _, block_dv = widths(q.shape[-1], do.shape[-1], do.element_size())
+    batch = batch_size(q, inputs.cu_q)
+    tiles_k = order_tiles(k.shape[-3], batch, inputs.cu_k if inputs.cu_k is not None else inputs.cu_q, config_dkdv.block_n, False, q.device)
+    tiles_q = order_tiles(q.shape[-3], batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal, q.device)
+    launches = [*tiles_k.launches, *tiles_q.launches]
+    gain = inputs.gain or 1.0
+    beside = {"ratio": inputs.alpha / gain, "factor_s": inputs.factor * gain}
+    # The tiles of dK and dV are the keys'.
+    own = {} if inputs.cu_k is None else {"cu": inputs.cu_k, "cu_other": inputs.cu_q}
+    keys = _output("dk", dk) | _output("dv", dv) | own | {"factor": inputs.factor, "parts": parts if parts > 1 else None}
+    for kernel, tiles, config, outputs, tap in (
+        (hstu_bwd_dkdv_kernel, tiles_k._replace(slots=tiles_k.slots * parts), config_dkdv, keys, taps[0]),
+        (hstu_bwd_dq_kernel, tiles_q, config_dq, _output("dq", dq), taps[1]),
+    ):
+        incoming = {"do": _readable(do, config, config.block_m, block_dv), "do_strides": None if config.tma else row_strides(do.stride())}
+        arguments = _arguments(inputs, config, tiles) | beside | incoming | outputs | {"taps": tap}
+        launches.append(Launch(kernel, tiles.slots * q.shape[-2], arguments))
+    return launches
+
+
+def backward(
+    inputs: Inputs,
+    do: torch.Tensor,
+    config_dkdv: Config | None = None,
+    config_dq: Config | None = None,
+    taps: tuple[Taps | None, Taps | None] = (None, None),
+    parts: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv in the inputs' dtype and contiguous, from the output's gradient.
+
+    With more than one part, where keys are few and queries many, each of the parts of the queries has programs of its own: dk and dv come in fp32
+    with rows for each part, one part after another, to be added by the caller.
+    """
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=do.device)
+    dk, dv = (
+        torch.empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+        for x in (inputs.k, inputs.v)
+    )
+    if do.numel():
+        config_dkdv = config_dkdv or _choose("dkdv", inputs, do)
+        run_all(backward_launches(inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts), do.device)
+    return dq, dk, dv
