@@ -1,6 +1,7 @@
 """Block-sparse attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every score matrix whole."""
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -169,3 +170,57 @@ def block_sparse_attn(
         o = torch.cat([part[0] for part in parts], dim=1)[0]
         chosen = torch.cat([part[1] for part in parts], dim=2)[0]
     return o.to(q.dtype), chosen
+
+
+def hstu_attention_with_bsa(
+    num_heads: int,
+    attention_dim: int,
+    linear_dim: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    x_offsets: torch.Tensor,
+    invalid_attn_mask: torch.Tensor,
+    gate_model: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    block_counts: int = 4,
+    block_size: int = 32,
+    window_size: int = 0,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output [N, H · Dv] in q's dtype, and padded_q and padded_k, [B, n, H, D], each sequence by itself; gate_model runs in q's dtype.
+
+    compute_dtype is as in `block_sparse_attn`.
+    """
+    length = invalid_attn_mask.shape[-1]
+    q, k = (x.unflatten(-1, (num_heads, attention_dim)) for x in (q, k))
+    v, u = (x.unflatten(-1, (num_heads, linear_dim)) for x in (v, u))
+    rows = [slice(*ends) for ends in itertools.pairwise(x_offsets.tolist())]
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.nn.functional.pad(x[r], (0, 0, 0, 0, 0, length - (r.stop - r.start))) for r in rows]
+        return torch.stack(parts) if parts else x.reshape(0, length, *x.shape[1:])
+
+    padded_q, padded_k = padded(q), padded(k)
+    gates = gate_model(padded_q)
+    outputs = [q.new_zeros(0, num_heads, linear_dim)]
+    for b, r in enumerate(rows):
+        one_q, one_k, one_v, one_u = (x[None, r] for x in (q, k, v, u))
+        one_cmp, one_slc, one_swa = (gate[b : b + 1, : r.stop - r.start] for gate in gates)
+        o, _ = block_sparse_attn(
+            one_q,
+            one_k,
+            one_v,
+            one_u,
+            one_cmp,
+            one_slc,
+            one_swa,
+            block_counts,
+            block_size,
+            window_size,
+            interleave=num_heads % 2 == 0,
+            compute_dtype=compute_dtype,
+        )
+        outputs.append(o[0])
+    return torch.cat(outputs).flatten(1), padded_q, padded_k

@@ -1,0 +1,60 @@
+"""Tile shapes of block-sparse attention's own kernels, as data, and the pure function that picks them.
+
+Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+from tilewise.ops.flash.configs import family
+
+Kernel = Literal["selected_fwd", "selected_bwd", "choose"]
+
+# Entries of one list that one program takes: longer lists are split for balance.
+SEGMENT = 1024
+# Elements of one token that a warp takes in the kernels that go over whole tokens, and the most warps.
+ELEMENTS_A_WARP, MOST_WARPS = 512, 16
+
+
+class Config(NamedTuple):
+    """Rows a tile, warps, stages; and blocks a tile (choose only).
+
+    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room for.
+    """
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+    block_n: int = 64
+    ieee: bool = False
+
+
+WIDTHS = (64, 128, 256)
+# (bytes an element, kernel) -> for each of WIDTHS the tiles.
+TABLE: dict[tuple[int, Kernel], tuple[Config, Config, Config]] = {
+    (2, "selected_fwd"): (Config(64, 4, 2), Config(64, 4, 2), Config(64, 8, 2)),
+    (2, "selected_bwd"): (Config(64, 4, 2), Config(32, 4, 2), Config(64, 8, 1)),
+    (2, "choose"): (Config(64, 4, 2), Config(64, 4, 2), Config(64, 8, 2)),
+    (4, "selected_fwd"): (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "selected_bwd"): (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
+    (4, "choose"): (Config(32, 4, 1, block_n=32), Config(32, 4, 1, block_n=32), Config(16, 4, 1, block_n=32)),
+}
+
+
+@functools.cache
+def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> Config:
+    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100)."""
+    config = TABLE[element_size, kernel][next(i for i, limit in enumerate(WIDTHS) if width <= limit)]
+    if family(architecture) == "small" and kernel == "selected_bwd" and width > WIDTHS[1]:
+        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
+    return config
+
+
+# Programs of the means' dK and dV that fill a large GPU several times over; tokens a tile; query tiles that a part must have at least; most parts.
+ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_PARTS = 132 * 8, 64, 8, 16
+
+
+def query_parts(rows: int, tokens: int) -> int:
+    """Into how many parts the queries are divided for the gradient of `rows` means (of all heads together), where a sequence has `tokens` tokens."""
+    programs, steps = -(-rows // TILE), -(-tokens // TILE)
+    return min(max(1, ENOUGH_PROGRAMS // max(1, programs)), max(1, steps // LEAST_STEPS), MOST_PARTS)

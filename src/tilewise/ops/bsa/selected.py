@@ -1,0 +1,240 @@
+"""Block-sparse attention's choice of blocks and its branch over them: launches. Plain tensors in and out; no autograd."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, run_all, tile_widths
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.bsa import configs
+from tilewise.ops.bsa.kernels_choose import bsa_choose_kernel
+from tilewise.ops.bsa.kernels_selected import bsa_selected_bwd_kernel, bsa_selected_fwd_kernel
+from tilewise.ops.flash.launch import LOG2E
+from tilewise.ops.nsa import configs as nsa_configs
+from tilewise.ops.nsa import index
+from tilewise.ops.nsa.index import Named
+from tilewise.ops.nsa.kernels_selected_bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
+from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, index_type
+
+
+def choose(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    windows: torch.Tensor | None,
+    count: int,
+    block_size: int,
+    shared: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` blocks of every token, int32 [..., T, H / shared, count], ascending, -1 at the end: the first of `shared` heads chooses for all.
+
+    And the same as users see it, [..., H, T, count].
+    """
+    tokens, heads = q.shape[-3], q.shape[-2] // shared
+    indices = torch.empty((*q.shape[:-2], heads, count), dtype=torch.int32, device=q.device)
+    public = torch.empty((*q.shape[:-3], q.shape[-2], tokens, count), dtype=torch.int32, device=q.device)
+    if indices.numel() == 0:
+        return indices, public
+    config = configs.choose("choose", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
+    tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
+    arguments = {
+        "q": q,
+        "k_cmp": k_cmp,
+        "indices": indices,
+        "public": public,
+        "q_strides": row_strides(q.stride()),
+        "k_strides": row_strides(k_cmp.stride()),
+        "cu": cu,
+        "windows": windows,
+        "n_batch": batch_size(q, cu),
+        "n_tokens": tokens,
+        "n_choosing": heads,
+        "n_windows": k_cmp.shape[-3],
+        "n_tiles": tiles,
+        "scale_log2": scale * LOG2E,
+        "HEADS": shared,
+        "D": q.shape[-1],
+        "BLOCK_D": padded_channels(q.shape[-1]),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_SIZE": block_size,
+        "COUNT": count,
+        "COUNT_P": max(2, power_of_2(count)),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    run_all([Launch(bsa_choose_kernel, tiles * heads, arguments)], q.device)
+    return indices, public
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and numbers; `shared` neighbouring heads have one choice."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    named: Named
+    shared: int
+    scale: float
+
+    def config(self, kernel: configs.Kernel) -> configs.Config:
+        """The tiles of one kernel."""
+        width = max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
+        return configs.choose(kernel, width, self.q.element_size(), architecture(self.q.device))
+
+
+def make_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int, scale: float
+) -> Inputs:
+    """Inputs as the kernels take them: a long block cut into parts that fit."""
+    width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
+    parts = nsa_configs.parts_of_block(block_size, width, size, architecture(q.device))
+    if parts == 0:
+        raise ValueError(
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
+            "or more that do; take a multiple of 16, or backend='reference'"
+        )
+    if parts > 1:
+        within = torch.arange(parts, dtype=torch.int32, device=q.device)
+        indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+    named = Named(indices.contiguous(), cu, block_size // parts, 0, once=True)
+    return Inputs(q, k, v, named, q.shape[-2] // indices.shape[-2], scale)
+
+
+def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
+    q, k, v, named, shared, scale = inputs
+    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_strides": row_strides(q.stride()),
+        "k_strides": row_strides(k.stride()),
+        "v_strides": row_strides(v.stride()),
+        "cu": named.cu,
+        "n_batch": batch_size(q, named.cu),
+        "n_tokens": q.shape[-3],
+        "n_heads": named.heads,
+        "n_slots": named.tile_slots(named.block_size),
+        "scale_log2": scale * LOG2E,
+        "HEADS": shared,
+        "S": named.slots,
+        "D": q.shape[-1],
+        "DV": v.shape[-1],
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_SIZE": named.block_size,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": max(16, power_of_2(named.block_size)),
+        "TOKENS": named.tile_tokens,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _in_lists(lists: index.Lists, chunk: index.Chunk, *rows: torch.Tensor) -> dict[str, Any]:
+    return {
+        "perm": lists.perm,
+        "segments": lists.segments,
+        "ends": lists.ends,
+        "first_tile": chunk.first_tile,
+        "INDEX": index_type(lists.tokens.shape[0], 1, *rows),
+    }
+
+
+def _add_slots(partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: index.Lists, base: torch.Tensor | None = None) -> Launch:
+    """Each row's results of its slots, added in order, after `base` where it is given, into `out`."""
+    rows = lists.tokens.shape[0] * out.shape[-2]
+    arguments = {
+        "partial_dq": partial,
+        "ranks": lists.ranks,
+        "tokens": lists.tokens,
+        "base": base,
+        "dq": out,
+        "flag": None,
+        "n_heads": inputs.named.heads,
+    }
+    arguments |= {"n_rows": rows, "WANTED": 0, "SLOTS": inputs.named.slots, "GROUP": inputs.shared, "D": out.shape[-1]}
+    arguments |= {"BLOCK_D": padded_channels(out.shape[-1]), "BLOCK_R": SUMMED_ROWS, "num_warps": 4, "enable_fp_fusion": True}
+    return Launch(nsa_selected_bwd_queries_kernel, -(-rows // SUMMED_ROWS), arguments)
+
+
+def forward(inputs: Inputs) -> torch.Tensor:
+    """Output [..., T, H, Dv] in q's dtype."""
+    q, named = inputs.q, inputs.named
+    o = torch.empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+    if o.numel() == 0:
+        return o
+    arguments = _arguments(inputs, inputs.config("selected_fwd"))
+    by_token = q.shape[-2] * named.slots
+    chunks = index.chunks(named, by_token * o.shape[-1] * o.element_size())
+    # The first chunk is the longest: all use its memory, one after another.
+    partial = torch.empty(chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1], dtype=o.dtype, device=o.device)
+    for chunk in chunks:
+        lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
+        launch = Launch(bsa_selected_fwd_kernel, lists.most_segments * inputs.shared, arguments | _in_lists(lists, chunk, q) | {"partial_o": partial})
+        run_all([launch, _add_slots(partial, o, inputs, lists)], o.device)
+    return o
+
+
+def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`base` + dq in q's dtype, and fp32 sums dk and dv; all contiguous. Every token must have its own block among those it chose."""
+    q, named, shared = inputs.q, inputs.named, inputs.shared
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (inputs.k, inputs.v))
+    if do.numel() == 0:
+        return dq, dk, dv
+    arguments = _arguments(inputs, inputs.config("selected_bwd")) | {"do": do, "do_strides": row_strides(do.stride())}
+    arguments |= {"dk": dk, "dv": dv, "scale": inputs.scale}
+    block_n, by_token = arguments["BLOCK_N"], q.shape[-2] * named.slots
+    # What stays by entry: a row of dq, the index, and a share of the sums that further segments leave aside.
+    aside = (dk.shape[-1] + dv.shape[-1]) * 4 * block_n // configs.SEGMENT
+    chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + aside + 8))
+    if len(chunks) > 1:
+        dk.zero_()
+        dv.zero_()
+    entries = chunks[0].tiles * named.tile_tokens * by_token
+    left_aside = entries // configs.SEGMENT * block_n
+    partial_dk, partial_dv = (torch.empty(left_aside, x.shape[-1], dtype=torch.float32, device=x.device) for x in (dk, dv))
+    partial_dq = torch.empty(entries, dq.shape[-1], dtype=dq.dtype, device=dq.device)
+    arguments |= {"partial_dk": partial_dk, "partial_dv": partial_dv, "partial_dq": partial_dq}
+    names = (
+        "partial_dk",
+        "partial_dv",
+        "dk",
+        "dv",
+        "cu",
+        "n_batch",
+        "n_tokens",
+        "n_heads",
+        "n_slots",
+        "D",
+        "DV",
+        "BLOCK_D",
+        "BLOCK_DV",
+        "BLOCK_SIZE",
+    )
+    sums = {name: arguments[name] for name in (*names, "BLOCK_N", "HEADS", "enable_fp_fusion")}
+    sums |= {"flag": None, "WANTED": 0, "BLOCK_R": SUMMED_KEYS, "num_warps": 4}
+    for chunk in chunks:
+        lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
+        run_all(
+            [
+                Launch(bsa_selected_bwd_kernel, lists.most_segments * shared, arguments | _in_lists(lists, chunk, q, do)),
+                Launch(
+                    nsa_selected_bwd_keys_kernel,
+                    named.lists * shared * (block_n // SUMMED_KEYS),
+                    sums | {"ends": lists.ends, "extras": lists.extras},
+                ),
+                _add_slots(partial_dq, dq, inputs, lists, base),
+            ],
+            dq.device,
+        )
+    return dq, dk, dv

@@ -1,0 +1,46 @@
+"""The kernels of HSTU attention, dense and block-sparse, compiled for GPUs that are not here: they fit, spill little, use fast matrix units."""
+
+from pathlib import Path
+
+import pytest
+from compiling import compiled
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+MULTIPLYING = ("hstu_fwd", "hstu_bwd_dkdv", "hstu_bwd_dq")
+OTHERS = ("bsa_choose", "bsa_selected_fwd", "bsa_selected_bwd", "bsa_norm_fwd", "bsa_norm_bwd", "bsa_bwd_keys", "order_tiles")
+
+
+def check(architecture: int, dtype: str, channels: int, values: int, block: int, spilled: int) -> None:
+    kernels = compiled(SCRIPT, architecture, dtype, channels, values, block)
+    names = [kernel["name"] for kernel in kernels]
+    assert all(any(part in name for name in names) for part in (*MULTIPLYING, *OTHERS))
+    for kernel in kernels:
+        assert kernel["spilled"] <= spilled, kernel
+        # dK and dV take query tiles of 32 rows where channels are few, and so plain matrix instructions for one product.
+        if architecture == 90 and dtype != "float32" and any(part in kernel["name"] for part in MULTIPLYING):
+            assert kernel["wgmma"], kernel
+
+
+@pytest.mark.parametrize(("channels", "values"), [(32, 64), pytest.param(128, 128, marks=pytest.mark.slow)])
+def test_hopper(channels, values):
+    check(90, "bfloat16", channels, values, 32, spilled=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 86, 100, 120])
+@pytest.mark.parametrize(("channels", "values", "block"), [(32, 64, 32), (128, 128, 128), (256, 256, 64)])
+def test_other_cards(architecture, channels, values, block):
+    check(architecture, "bfloat16", channels, values, block, spilled=1600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100])
+@pytest.mark.parametrize("channels", [64, 128, 256])
+def test_fp32(architecture, channels):
+    check(architecture, "float32", channels, channels, 64, spilled=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "values", "block"), [(40, 24, 16), (16, 48, 13), (256, 256, 128), (64, 128, 64)])
+def test_other_shapes_on_hopper(channels, values, block):
+    check(90, "bfloat16", channels, values, block, spilled=1600)
