@@ -1,6 +1,8 @@
 """torch modules over the operators."""
 
 from tilewise.nn.compression import WindowCompression
+from tilewise.nn.gate_model import GateModel
+from tilewise.nn.hstu_layer import HSTULayer
 from tilewise.nn.native_sparse_attention import NativeSparseAttention
 
-__all__ = ["NativeSparseAttention", "WindowCompression"]
+__all__ = ["GateModel", "HSTULayer", "NativeSparseAttention", "WindowCompression"]
