@@ -80,7 +80,7 @@ def verify(
 
 @app.command()
 def trace(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed or nsa-selected.")],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")],
     block_m: Annotated[int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")] = None,
     block_n: Annotated[int | None, typer.Option(help="Keys a tile (nsa-selected: a block); by default 64, of nsa operators 16.")] = None,
     kernel_index: Annotated[int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")] = None,
@@ -92,7 +92,10 @@ def trace(
     direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
     order: Annotated[str | None, typer.Option(help="nsa-selected's loop order: lists (the default) or union.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask; nsa operators always have theirs.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask; nsa operators and bsa always have theirs.")] = False,
+    targets: Annotated[int, typer.Option(help="hstu: so many tokens at the end are targets.")] = 0,
+    context: Annotated[int, typer.Option(help="hstu: so many tokens at the start are the context.")] = 0,
+    max_attn_len: Annotated[int, typer.Option(help="hstu: only keys at most so far away; 0 for no limit.")] = 0,
     by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
     impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Trace the kernel that this function launches.")] = None,
     names: Annotated[str, typer.Option(metavar="S=qk,M=m_i,...", help="Which of its variables hold our values.")] = "",
@@ -115,6 +118,7 @@ def trace(
         mapping = {name: value for name, _, value in pairs} or None
         fill = "range" if by_range else "random"
         request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, order, dtype, causal, fill)
+        request = replace(request, targets=targets, context=context, max_attn_len=max_attn_len)
         lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
     except UsageError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
@@ -127,7 +131,7 @@ def trace(
 
 @app.command()
 def sanity(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed or nsa-selected.")],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")],
     kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Mismatches by row, head and channel.")] = False,

@@ -1,59 +1,21 @@
 """Flash attention's tile configurations, each run on a problem of its own."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import configs, launch
-from tilewise.ops.flash.configs import SHARED_MEMORY, SHORT, TABLE, WIDTHS, Config, Family, Kernel
+from tilewise.ops.flash.configs import SHORT, TABLE, WIDTHS, Config, Family, Kernel
 from tilewise.ops.flash.reference import flash_attention
+from tilewise.sanity.entry import TiledEntry, entries_of
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, Reference, filled, gradient_outcomes, output_outcomes
 
 HEADS = 2
 
 
-class Entry(NamedTuple):
-    """One configuration: the kernel it is for, bytes an element, channels, and the tiles."""
-
-    kernel: Kernel
-    element_size: int
-    channels: int
-    config: Config
-
-    @property
-    def short(self) -> str:
-        """One word."""
-        dtype = "bf16" if self.element_size == 2 else "fp32"
-        tiles = f"{self.config.block_m}x{self.config.block_n}"
-        return f"{self.kernel}-{dtype}-d{self.channels}-{tiles}-w{self.config.num_warps}-s{self.config.num_stages}{'-tma' if self.config.tma else ''}"
-
-    @property
-    def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its products."""
-        products = {"fwd": 2, "dkdv": 4, "dq": 3}[self.kernel]
-        return 2 * products * self.config.block_m * self.config.block_n * self.channels
-
-    @property
-    def step_bytes(self) -> int:
-        """Read from memory in one step: two tiles."""
-        rows = self.config.block_m if self.kernel == "dkdv" else self.config.block_n
-        return 2 * rows * self.channels * self.element_size
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages holds n - 1 ahead)."""
-        block_d, block_dv = tile_widths(self.channels, self.channels, self.element_size)
-        stay, stream = (self.config.block_n, self.config.block_m) if self.kernel == "dkdv" else (self.config.block_m, self.config.block_n)
-        kept = stay * (block_d if self.kernel == "fwd" else block_d + block_dv)
-        return (kept + max(1, self.config.num_stages - 1) * stream * (block_d + block_dv)) * self.element_size
-
-    def fits(self) -> list[str]:
-        """Families of GPUs that it is chosen for."""
-        return [family for family in SHARED_MEMORY if self.config in _row(family, self.element_size, self.kernel, self.channels)]
+Entry = TiledEntry[Config]
 
 
 def _row(family: Family, element_size: int, kernel: Kernel, channels: int) -> tuple[Config, ...]:
@@ -65,12 +27,7 @@ def _row(family: Family, element_size: int, kernel: Kernel, channels: int) -> tu
 
 def entries() -> list[Entry]:
     """Every configuration of the table, once."""
-    rows = ((*key, channels) for key in TABLE for channels in WIDTHS)
-    return list(
-        dict.fromkeys(
-            Entry(kernel, size, channels, config) for family, size, kernel, channels in rows for config in _row(family, size, kernel, channels)
-        )
-    )
+    return entries_of(TABLE, WIDTHS, _row)
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:

@@ -15,6 +15,8 @@ MODULES = {
     "flash": "tilewise.sanity.flash",
     "nsa-compressed": "tilewise.sanity.nsa_compressed",
     "nsa-selected": "tilewise.sanity.nsa_selected",
+    "hstu": "tilewise.sanity.hstu",
+    "bsa": "tilewise.sanity.bsa",
 }
 
 

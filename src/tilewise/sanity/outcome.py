@@ -1,8 +1,8 @@
 """What one configuration makes, and whether it is right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -12,8 +12,8 @@ from tilewise.verify.fill import make_fill
 
 RTOL, ATOL = 1e-3, 1e-5
 MOST_LISTED = 8
-# Output and LSE of q, k and v; what else it is called with is bound.
-Reference = partial[tuple[torch.Tensor, torch.Tensor]]
+# Output of q, k and v, and LSE where there is one, in a compute_dtype; what else it is called with is bound.
+Reference = Callable[..., tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ class Outcome:
         """Mismatches by row, head and channel, the most first; nothing where there are none."""
         if self.right:
             return []
-        axes = {"row": 2, "head": 1} if self.name == "lse" else {"row": 1, "head": 2, "channel": 3}
+        # Packed tensors have no batch axis: axes are counted from the last.
+        axes = {"row": -1, "head": -2} if self.name == "lse" else {"row": -3, "head": -2, "channel": -1}
         lines = []
         for word, axis in axes.items():
-            counts = self.bad.sum(dim=[other for other in range(self.bad.ndim) if other != axis])
+            counts = self.bad.sum(dim=[other for other in range(-self.bad.ndim, 0) if other != axis])
             order = counts.argsort(descending=True, stable=True)[:MOST_LISTED]
             listed = ", ".join(f"{int(i)}: {int(counts[i])}" for i in order if counts[i])
             lines.append(f"      {self.name} mismatches by {word}: {listed}{' ...' if int((counts > 0).sum()) > MOST_LISTED else ''}")
@@ -100,14 +101,12 @@ def filled(element_size: int, fill_rule: str, device: torch.device, **shapes: tu
     return [fill(name, shape, 1.0).to(device, dtype) for name, shape in shapes.items()]
 
 
-def output_outcomes(
-    actual: tuple[torch.Tensor, torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> list[Outcome]:
-    """o and lse beside the reference's of q, k and v."""
+def output_outcomes(actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Outcome]:
+    """o, and lse where there is one, beside the reference's of q, k and v."""
     truth = reference(q.double(), k.double(), v.double())
     # LSEs are fp32 whatever the inputs are.
-    eager = reference(q, k, v, compute_dtype=q.dtype)[0], reference(q, k, v, compute_dtype=torch.float32)[1]
-    return [Outcome(*values) for values in zip(("o", "lse"), actual, truth, eager, strict=True)]
+    eager = reference(q, k, v, compute_dtype=q.dtype)[0], *reference(q, k, v, compute_dtype=torch.float32)[1:]
+    return [Outcome(name, *values) for name, *values in zip(("o", "lse")[: len(truth)], actual, truth, eager, strict=True)]
 
 
 def gradient_outcomes(
@@ -117,7 +116,7 @@ def gradient_outcomes(
 
     def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        o, _ = reference(*leaves, compute_dtype=dtype)
+        o = reference(*leaves, compute_dtype=dtype)[0]
         return torch.autograd.grad(o, leaves, do.to(dtype))
 
     return [Outcome(*values) for values in zip(("dq", "dk", "dv"), actual, gradients(torch.float64), gradients(q.dtype), strict=True)]

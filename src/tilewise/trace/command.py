@@ -12,7 +12,8 @@ from tilewise.trace.explain import explain
 from tilewise.trace.files import write_traces
 from tilewise.trace.judge import Row, first_divergence, judge
 from tilewise.trace.operators import Operator
-from tilewise.trace.request import Request, Traced, split_step
+from tilewise.trace.request import HSTU_MASK, Request, Traced, split_step
+from tilewise.trace.tiles import option
 from tilewise.trace.values import MissingNameError, Values
 from tilewise.verify.implementation import UsageError
 from tilewise.verify.run import DTYPES
@@ -53,7 +54,7 @@ def _check(request: Request, operator: Operator) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(request)}
     for name in operator.refuses:
         if getattr(request, name) != defaults[name]:
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to {request.operator}: leave it out")
+            raise UsageError(f"{option(name)} means nothing to {request.operator}: leave it out")
     if request.direction not in ("forward", "backward"):
         raise UsageError(f"there is no direction {request.direction!r}: expected forward or backward")
     if request.order not in (None, "lists", "union"):
@@ -70,6 +71,9 @@ def _check(request: Request, operator: Operator) -> None:
         raise UsageError(f"there is no warp {request.warp}: expected 0 to {request.warps - 1}")
     if request.seq_blocks < 1:
         raise UsageError(f"--seq-blocks {request.seq_blocks}: expected at least 1")
+    for name in HSTU_MASK:
+        if getattr(request, name) < 0:
+            raise UsageError(f"{option(name)} {getattr(request, name)}: expected 0 or more")
     # The folder of the values is made by the run itself.
     if request.html and not request.html.parent.is_dir() and request.html.parent.resolve() != request.out.resolve():
         raise UsageError(f"{request.html}: there is no folder {request.html.parent}")
@@ -79,7 +83,7 @@ def _warped(request: Request, traced: Traced) -> Traced:
     """With the rows of one warp, where that is asked for and the program owns queries."""
     if request.warp is None or traced.at is None:
         return traced
-    rows = warp_rows(traced.kernel["Q"].shape[0], request.warps, request.warp)
+    rows = warp_rows(traced.at[2], request.warps, request.warp)
     kernel, simulation, exact, beside = (only_rows(values, rows) for values in (traced.kernel, traced.simulation, traced.exact, traced.beside))
     place = f"{traced.place}, warp {request.warp} of {request.warps}"
     return replace(traced, place=place, kernel=kernel, simulation=simulation, exact=exact, beside=beside)

@@ -52,11 +52,10 @@ def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) 
         mask = _mask(ours, theirs)
         if mask:
             return mask
-    if name == "P" and f"S_{step}" in kernel:
-        wrong = (theirs == 0) & (ours > 0)
-        if wrong.any() and _close(np.where(wrong, 0.0, ours), theirs):
-            row, column = (int(i) for i in np.argwhere(wrong)[0])
-            return f"the mask: row {row} sees key {column} of this tile, {int(wrong.sum())} pairs in all"
+    if name in ("P", "dS"):
+        mask = _zeroed(ours, theirs)
+        if mask:
+            return mask
     if name in ("Q", "K", "V", "dO"):
         shift = _shifted(ours, theirs)
         if shift:
@@ -117,6 +116,16 @@ def _mask(ours: np.ndarray, theirs: np.ndarray) -> str:
     which, verb = (extra, "sees") if extra.any() else (lost, "does not see")
     row, column = (int(i) for i in np.argwhere(which)[0])
     return f"the mask: row {row} {verb} key {column} of this block, {int(which.sum())} pairs in all"
+
+
+def _zeroed(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """The same of a kernel that makes 0 of what it does not see, where nothing else is wrong."""
+    extra, lost = (theirs == 0) & (ours != 0), (theirs != 0) & (ours == 0)
+    which, verb = (extra, "sees") if extra.any() else (lost, "does not see")
+    if not which.any() or not _close(np.where(which, theirs, ours), theirs):
+        return ""
+    row, column = (int(i) for i in np.argwhere(which)[0])
+    return f"the mask: row {row} {verb} key {column} of this tile, {int(which.sum())} pairs in all"
 
 
 def _shifted(ours: np.ndarray, theirs: np.ndarray) -> str:

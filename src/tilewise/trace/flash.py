@@ -17,7 +17,8 @@ from tilewise.trace import tapped
 from tilewise.trace.flash_backward import trace_backward
 from tilewise.trace.flash_forward import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_forward
 from tilewise.trace.operators import Operator
-from tilewise.trace.request import Request, Traced
+from tilewise.trace.request import HSTU_MASK, Request, Traced
+from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.trace.values import Values
 from tilewise.verify.fill import make_fill
 from tilewise.verify.implementation import UsageError, load_function
@@ -38,21 +39,15 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
 
 def tiles(request: Request, block_n: int) -> configs.Config:
     """The tiles asked for, of `block_n` keys by default."""
-    if request.kernel_index is not None:
-        if request.block_m or request.block_n:
-            raise UsageError("--kernel-index and --block-m, --block-n both choose tiles: give one of them")
-        table = flash_tiles.entries()
-        if not 0 <= request.kernel_index < len(table):
-            raise UsageError(
-                f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
-            )
+    entry = entry_of(request, flash_tiles.entries(), "block_m", "block_n")
+    if entry is not None:
         # Descriptors are a GPU's.
-        return table[request.kernel_index].config._replace(tma=False)
+        return entry.config._replace(tma=False)
     config = configs.Config(request.block_m or 64, request.block_n or block_n, 4, 1)
-    for name, block in (("--block-m", config.block_m), ("--block-n", config.block_n)):
-        # A user's kernel has its own tiles: here block_m makes the length only.
-        if (block < 16 or block & (block - 1)) and not request.impl:
-            raise UsageError(f"{name} {block}: expected a power of two of at least 16")
+    # A user's kernel has its own tiles: here block_m makes the length only.
+    if not request.impl:
+        check_tile("block_m", config.block_m)
+        check_tile("block_n", config.block_n)
     return config
 
 
@@ -126,4 +121,4 @@ def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -
     return {"O_full": full[first : first + rows].cpu().numpy(), "O_ref": plain[first : first + rows].double().cpu().numpy()}
 
 
-OPERATOR = Operator(trace, refuses=("order",))
+OPERATOR = Operator(trace, refuses=("order", *HSTU_MASK))

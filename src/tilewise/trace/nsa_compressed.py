@@ -8,7 +8,7 @@ from tilewise.ops.nsa.sizes import window_count
 from tilewise.trace.flash import filled, programs, tile_words, tiles
 from tilewise.trace.flash_forward import CHANNELS, Case
 from tilewise.trace.operators import Operator
-from tilewise.trace.request import Request, Traced
+from tilewise.trace.request import HSTU_MASK, Request, Traced
 
 # Windows of so many tokens, one each so many: short, so that few tokens have several tiles of them.
 SIZE, STRIDE = 8, 4
@@ -24,4 +24,4 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     return programs(request, case, config, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE)), about
 
 
-OPERATOR = Operator(trace, refuses=("order", "causal"))
+OPERATOR = Operator(trace, refuses=("order", "causal", *HSTU_MASK))

@@ -11,16 +11,16 @@ import torch
 from tilewise.ops.flash.simulate import Named, prepare
 from tilewise.ops.nsa import configs, selected, simulate
 from tilewise.ops.nsa.reference import selected_attention
-from tilewise.ops.nsa.simulate import Incoming, Results, Segment, Tiling
-from tilewise.trace.nsa_variables import BACKWARD_LISTS, BACKWARD_UNION, FORWARD_LISTS, FORWARD_UNION, MAKERS, MERGE, SUM, Kernel
+from tilewise.ops.nsa.simulate import Incoming, Segment, Tiling
+from tilewise.trace import beside
+from tilewise.trace.beside import Cast, Fit, Kernel, Simulation, array, only_present, padded, put_together, recorded, row_place
+from tilewise.trace.nsa_variables import BACKWARD_LISTS, BACKWARD_UNION, FORWARD_LISTS, FORWARD_UNION, MAKERS, MERGE, SUM
 from tilewise.trace.record import Recording, record
-from tilewise.trace.request import Traced, arrays, split_step
-from tilewise.trace.values import Lines, MissingNameError, Values, named_values
+from tilewise.trace.request import Traced
+from tilewise.trace.values import Values
 
 # Values with one row a key, not one a query.
 BY_KEY = ("K", "V", "dK", "dV")
-# Inputs as they are, or in fp64.
-Cast = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,54 +87,13 @@ class Case:
         """O_full, the reference's output in fp64, and O_ref, that in its own precision, of `rows` of [1, T, Hq, Dv]."""
         precisions: dict[str, Cast] = {"O_full": lambda x: x.double(), "O_ref": lambda x: x}
         return {
-            name: _array(rows(selected_attention(cast(self.q), cast(self.k), cast(self.v), self.indices, block_size=self.block_size)[0]))
+            name: array(rows(selected_attention(cast(self.q), cast(self.k), cast(self.v), self.indices, block_size=self.block_size)[0]))
             for name, cast in precisions.items()
         }
 
 
-Simulation = Callable[[Cast], Iterator[Named]]
-# A recorded value as the simulation has it, from its name without the step, its step and itself.
-Fit = Callable[[str, int | None, np.ndarray], np.ndarray]
-
-
 def _beside(kernel: Kernel, place: str, recording: Recording, run: Simulation, fit: Fit, stored: Values) -> Traced:
-    """A recorded program beside its simulation; `stored` are the results that lie in memory."""
-    simulation, exact = arrays(run(lambda x: x)), arrays(run(lambda x: x.double()))
-    values, lines = _recorded(recording, kernel)
-    kept = {name: _cropped(fit(*split_step(name), x), simulation[name].shape) for name, x in values.items() if name in simulation}
-    counts = [sum(split_step(name)[0] == kernel.naming.anchor for name in found) for found in (values, simulation)]
-    walked, steps = ({"steps": np.array([count], np.float64)} for count in counts)
-    return Traced(
-        kernel.name,
-        kernel.part,
-        place,
-        walked | kept | stored,
-        steps | simulation,
-        steps | exact,
-        counts[1],
-        kernel.order,
-        lines,
-        turn=kernel.turn,
-        makers=MAKERS,
-    )
-
-
-def _recorded(recording: Recording, kernel: Kernel) -> tuple[Values, Lines]:
-    try:
-        return named_values(recording.of_kernel(kernel.name), kernel.naming)
-    except MissingNameError:
-        # The program made no step, which the number of steps tells.
-        return {}, {}
-
-
-def _cropped(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Without what pads a tile; a column of weights is a vector."""
-    x = x[:, 0] if x.ndim == 2 and len(shape) == 1 else x
-    return x[tuple(slice(0, size) for size in shape)]
-
-
-def _array(x: torch.Tensor) -> np.ndarray:
-    return x.double().cpu().numpy()
+    return beside.beside(kernel, place, recorded(recording, kernel), run, fit, stored, MAKERS)
 
 
 def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
@@ -147,25 +106,6 @@ def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
         return x if name in BY_KEY else x[(row // padded < count) & (row % padded < case.group)]
 
     return fit
-
-
-def _only_present(present: torch.Tensor) -> Fit:
-    """Of rows that are put together those that exist, and 0 for an entry that no token has: what lies there was never written."""
-    there = present.cpu().numpy()
-
-    def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:
-        x = x[: len(there)]
-        return x if step is None or not name.endswith("_part") else np.where(there[:, step, None], x, 0.0)
-
-    return fit
-
-
-def _put_together(results: Sequence[Results], first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows by token, then key head, then query head, of each head's results: [R, S, ...] and [R, S]."""
-    tokens = results[0].present.shape[0]
-    parts = zip(*(found.rows() for found in results), strict=True)
-    x, present = (torch.stack([part.unflatten(0, (tokens, -1)) for part in found], 1).flatten(0, 2) for found in parts)
-    return x[first : first + rows], present[first : first + rows]
 
 
 class Numbers(NamedTuple):
@@ -193,14 +133,6 @@ def _steps_of(case: Case, segment: Segment) -> list[int]:
     return [min(each, entries - first) for first in range(0, entries, each)]
 
 
-def _row_place(case: Case, number: int, most: int) -> tuple[int, int, str]:
-    """First row, number of rows and place of a program that puts together `most` rows: of all heads, token by token."""
-    heads = case.q.shape[2]
-    first = number * most
-    rows = min(most, case.q.shape[1] * heads - first)
-    return first, rows, f"program {number}, tokens {first // heads} to {(first + rows - 1) // heads}, rows of all heads"
-
-
 def trace_forward_lists(case: Case, numbers: Numbers) -> list[Traced]:
     """Key order: one segment of a block's list, and the merge of tokens' entries."""
     segment = case.segments("forward", "lists")[numbers.keys]
@@ -210,21 +142,21 @@ def trace_forward_lists(case: Case, numbers: Numbers) -> list[Traced]:
     def of_segment(cast: Cast) -> Iterator[Named]:
         return simulate.forward_lists(*case.head(segment.head, cast), segment.entries, segment.block, case.tiling, case.scale)
 
-    first, rows, place = _row_place(case, numbers.queries, selected.MERGED_ROWS)
+    first, rows, place = row_place(case.q.shape[1], case.q.shape[2], numbers.queries, selected.MERGED_ROWS)
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads = [simulate.partial_outputs(*case.head(head, cast), case.named[:, head], case.tiling, case.scale) for head in range(case.k.shape[2])]
         outputs, lses = zip(*heads, strict=True)
-        x, present = _put_together(outputs, first, rows)
-        return x, _put_together(lses, first, rows)[0], present
+        x, present = put_together(outputs, first, rows)
+        return x, put_together(lses, first, rows)[0], present
 
     def mine(x: torch.Tensor) -> torch.Tensor:
         return x[0].flatten(0, 1)[first : first + rows]
 
-    stored = {"O_final": _array(mine(o)), "LSE": _array(mine(lse.transpose(1, 2)))}
+    stored = {"O_final": array(mine(o)), "LSE": array(mine(lse.transpose(1, 2)))}
     present = left(lambda x: x)[2]
     keys = _beside(FORWARD_LISTS, _segment_place(numbers.keys, segment), recording, of_segment, _only_existing(case, _steps_of(case, segment)), {})
-    merged = _beside(MERGE, place, recording, lambda cast: simulate.merge(*left(cast)), _only_present(present), stored)
+    merged = _beside(MERGE, place, recording, lambda cast: simulate.merge(*left(cast)), only_present(present), stored)
     return [keys, replace(merged, beside=case.whole(mine))]
 
 
@@ -240,7 +172,7 @@ def trace_forward_union(case: Case, number: int) -> Traced:
     def mine(x: torch.Tensor) -> torch.Tensor:
         return case.rows(x, head)[tokens].flatten(0, 1)
 
-    stored = {"O_final": _array(mine(o)), "LSE": _array(mine(lse.transpose(1, 2)))}
+    stored = {"O_final": array(mine(o)), "LSE": array(mine(lse.transpose(1, 2)))}
     traced = _beside(FORWARD_UNION, place, recording, run, _only_existing(case, [tokens.stop - tokens.start]), stored)
     return replace(traced, beside=case.whole(mine))
 
@@ -271,7 +203,7 @@ def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers:
 
     start = segment.block * case.tiling.block_size
     keys = slice(start, min(start + case.tiling.block_size, case.k.shape[1]))
-    ends = {f"{name}_final": _padded(x[0, keys, segment.head], case.tiling.block_n) for name, x in (("dK", dk), ("dV", dv))}
+    ends = {f"{name}_final": padded(x[0, keys, segment.head], case.tiling.block_n) for name, x in (("dK", dk), ("dV", dv))}
     place = _segment_place(numbers.keys, segment)
     traced = _beside(BACKWARD_LISTS, place, recording, of_segment, _only_existing(case, _steps_of(case, segment)), ends)
     if order == "union":
@@ -280,20 +212,15 @@ def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers:
         def of_tile(cast: Cast) -> Iterator[Named]:
             return simulate.backward_union(*tensors(cast, head), case.named[:, head], i_tile, case.tiling, case.scale)
 
-        final = {"dQ_final": _array(case.rows(dq, head)[tokens].flatten(0, 1))}
+        final = {"dQ_final": array(case.rows(dq, head)[tokens].flatten(0, 1))}
         return [traced, _beside(BACKWARD_UNION, place, recording, of_tile, _only_existing(case, [tokens.stop - tokens.start]), final)]
-    first, rows, place = _row_place(case, numbers.queries, selected.SUMMED_ROWS)
+    first, rows, place = row_place(case.q.shape[1], case.q.shape[2], numbers.queries, selected.SUMMED_ROWS)
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         heads = range(case.k.shape[2])
         parts = [simulate.partial_gradients(*tensors(cast, head), case.named[:, head], case.tiling, case.scale) for head in heads]
-        return _put_together(parts, first, rows)
+        return put_together(parts, first, rows)
 
-    final = {"dQ_final": _array(dq[0].flatten(0, 1)[first : first + rows])}
+    final = {"dQ_final": array(dq[0].flatten(0, 1)[first : first + rows])}
     present = left(lambda x: x)[1]
-    return [traced, _beside(SUM, place, recording, lambda cast: simulate.sum_gradients(*left(cast)), _only_present(present), final)]
-
-
-def _padded(x: torch.Tensor, rows: int) -> np.ndarray:
-    """With zeros behind, as a tile has them."""
-    return np.pad(_array(x), ((0, rows - x.shape[0]), (0, 0)))
+    return [traced, _beside(SUM, place, recording, lambda cast: simulate.sum_gradients(*left(cast)), only_present(present), final)]

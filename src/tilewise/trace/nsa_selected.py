@@ -6,7 +6,8 @@ from tilewise.ops.nsa import selected
 from tilewise.sanity import nsa_selected as selected_tiles
 from tilewise.trace.nsa_programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
 from tilewise.trace.operators import Operator
-from tilewise.trace.request import Request, Traced
+from tilewise.trace.request import HSTU_MASK, Request, Traced
+from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
 from tilewise.verify.implementation import UsageError
 
@@ -35,18 +36,10 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
 
 
 def _case(request: Request) -> Case:
-    block_m, block_size = request.block_m or 64, 16 if request.block_n is None else request.block_n
-    if request.kernel_index is not None:
-        if request.block_m:
-            raise UsageError("--kernel-index and --block-m both choose tiles: give one of them")
-        table = selected_tiles.entries()
-        if not 0 <= request.kernel_index < len(table):
-            raise UsageError(
-                f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them"
-            )
-        block_m = table[request.kernel_index].config.block_m
-    if block_m < 16 or block_m & (block_m - 1):
-        raise UsageError(f"--block-m {block_m}: expected a power of two of at least 16")
+    entry = entry_of(request, selected_tiles.entries(), "block_m")
+    block_m = (request.block_m or 64) if entry is None else entry.config.block_m
+    block_size = 16 if request.block_n is None else request.block_n
+    check_tile("block_m", block_m)
     if block_size < 1:
         raise UsageError(f"--block-n {block_size}: expected a block of at least 1 key")
     tokens = request.seq_blocks * block_m // GROUP
@@ -84,4 +77,4 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
     return Numbers(other, one) if order == "union" else Numbers(one, other)
 
 
-OPERATOR = Operator(trace, refuses=("causal", "warp", "impl", "names", "against"), taps=False)
+OPERATOR = Operator(trace, refuses=("causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)

@@ -1,7 +1,6 @@
 """Which variables of the kernels of attention to selected blocks hold what, and in words what makes it."""
 
-from dataclasses import dataclass
-
+from tilewise.trace.beside import Kernel
 from tilewise.trace.values import Naming
 
 MAKERS = {
@@ -14,21 +13,6 @@ MAKERS = {
     "W": "the weight of a slot: exp2(its LSE - that of all)",
     "dQ_part": "the part of dQ that a program in key order left for this slot",
 }
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel that is traced: its name, which part of the operator it is, its variables, their order in a step, and what a step is called."""
-
-    name: str
-    part: str
-    naming: Naming
-    turn: str
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """That in which the values of a step depend on each other."""
-        return tuple(self.naming.step)
 
 
 FORWARD_LISTS = Kernel(

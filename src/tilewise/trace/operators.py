@@ -12,6 +12,8 @@ MODULES = {
     "flash": "tilewise.trace.flash",
     "nsa-compressed": "tilewise.trace.nsa_compressed",
     "nsa-selected": "tilewise.trace.nsa_selected",
+    "hstu": "tilewise.trace.hstu",
+    "bsa": "tilewise.trace.bsa",
 }
 
 

@@ -10,6 +10,9 @@ from tilewise.ops._host.backend import interpreting
 from tilewise.trace.values import Lines, Values
 from tilewise.verify.run import DTYPES
 
+# Fields that are the mask of hstu alone.
+HSTU_MASK = ("targets", "context", "max_attn_len")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -35,6 +38,9 @@ class Request:
     against: str | None = None
     out: Path = Path("debug")
     html: Path | None = None
+    targets: int = 0
+    context: int = 0
+    max_attn_len: int = 0
 
     @property
     def precision(self) -> torch.dtype:

@@ -19,12 +19,12 @@ DQ = ("K", "S", "V", "dP", "P", "dS", "dQ", "delta")
 
 
 class Tap:
-    """A buffer for one launch's taps."""
+    """A buffer for the taps of one launch on q and v, of the tiles' rows and the steps that a program can make."""
 
-    def __init__(self, case: Case, config: Config, program: int, slots: int, steps: int) -> None:
-        channels = max(tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size()))
-        elements = max(config.block_m, config.block_n) * max(channels, config.block_m, config.block_n)
-        self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=case.q.device)
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int) -> None:
+        channels = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size()))
+        elements = max(block_m, block_n) * max(channels, block_m, block_n)
+        self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=q.device)
         self.argument = (self.buffer, program, slots, elements)
 
     def value(self, step: int, slot: int, *shape: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
 
 def tap_forward(case: Case, config: Config, program: int) -> Traced:
     """The forward kernel's program beside the simulation."""
-    tap = Tap(case, config, program, len(FORWARD), -(-case.k.shape[1] // config.block_n))
+    tap = Tap(case.q, case.v, config.block_m, config.block_n, program, len(FORWARD), -(-case.k.shape[1] // config.block_n))
     o, lse = launch.forward(case.inputs, config, tap.argument)
     head, i_m = _place(case, config, program)
     block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
@@ -68,8 +68,8 @@ def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> 
     """A program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
     tiles_m, tiles_n = -(-case.q.shape[1] // config.block_m), -(-case.k.shape[1] // config.block_n)
     key_program = program % tiles_n
-    key_tap = Tap(case, config, key_program, len(DKDV), HEADS * tiles_m)
-    query_tap = Tap(case, config, program, len(DQ), tiles_n)
+    key_tap = Tap(case.q, case.v, config.block_m, config.block_n, key_program, len(DKDV), HEADS * tiles_m)
+    query_tap = Tap(case.q, case.v, config.block_m, config.block_n, program, len(DQ), tiles_n)
     backward = Backward(case, do, config)
     backward.run((key_tap.argument, query_tap.argument))
     block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
