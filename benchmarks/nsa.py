@@ -7,14 +7,12 @@ import argparse
 import itertools
 import json
 import math
-import platform
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+from timing import environment, milliseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,19 +28,6 @@ SELECTED = ((65536, 64, 4, ("random", "smooth")), (65536, 16, 4, ("random", "smo
 # Lengths of the whole, with 64 query and 4 key heads.
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 HEADS, KEY_HEADS = 64, 4
-ROUNDS = 3
-LONG_MS = 50.0
-
-
-def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median of each call, the calls taking turns; long dense ones take one."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS):
-        for name, call in calls.items():
-            if turn and times[name][0] > LONG_MS:
-                continue
-            times[name].append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
-    return {name: round(statistics.median(values), 3) for name, values in times.items()}
 
 
 def tensors(tokens: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
@@ -173,20 +158,6 @@ def overtakes(rows: list[dict], direction: str) -> float | None:
     return None
 
 
-def environment() -> dict[str, str]:
-    """Where the figures come from, and the command that repeats them."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-        "tilewise": tilewise.__version__,
-        "command": "python benchmarks/nsa.py",
-    }
-
-
 def main() -> None:
     """Print tables, and save the figures as JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,7 +182,14 @@ def main() -> None:
     beats = {direction: overtakes(whole, direction) for direction in ("forward", "backward")}
     print(f"beats dense from T = {beats['forward']} forward, {beats['backward']} backward")
     if arguments.json:
-        result = {"environment": environment(), "unit": "ms, bf16", "selected": selected, "parts": parts, "whole": whole, "beats_dense_from": beats}
+        result = {
+            "environment": environment("python benchmarks/nsa.py"),
+            "unit": "ms, bf16",
+            "selected": selected,
+            "parts": parts,
+            "whole": whole,
+            "beats_dense_from": beats,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

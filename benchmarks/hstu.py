@@ -1,0 +1,143 @@
+"""Times HSTU attention and its block-sparse form on a GPU, beside plain torch and beside each other, in one run.
+
+python benchmarks/hstu.py --json benchmarks/results/hstu-h200.json
+
+Dense operations are counted on real work: H · Σ L² · (D + Dv) forward for sequences of lengths L under a causal mask, 2.5 times that backward.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from timing import environment, milliseconds
+
+import tilewise
+
+# (batch, longest sequence, heads, channels of q and k, channels of v)
+Shape = tuple[int, int, int, int, int]
+DENSE: tuple[Shape, ...] = ((32, 1024, 8, 32, 64), (8, 4096, 8, 32, 64), (32, 2048, 4, 128, 128), (8, 8192, 4, 128, 128))
+SPARSE: tuple[Shape, ...] = (
+    (1, 64, 4, 16, 32),
+    (2, 128, 8, 32, 64),
+    (4, 256, 8, 32, 64),
+    (8, 512, 8, 32, 64),
+    (16, 1024, 8, 32, 64),
+    (8, 4096, 8, 32, 64),
+    (8, 4096, 4, 128, 128),
+    (32, 4096, 4, 128, 128),
+    (8, 8192, 4, 128, 128),
+)
+COUNT, BLOCK = 4, 32
+Calls = dict[str, Callable[[], object]]
+
+
+class Batch:
+    """Packed random tensors of one shape, bf16: full-length sequences, or lengths drawn evenly from 1 to the longest."""
+
+    def __init__(self, shape: Shape, jagged: bool) -> None:
+        batch, longest, heads, channels, values = shape
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = torch.randint(1, longest + 1, (batch,), generator=generator).tolist() if jagged else [longest] * batch
+        self.longest = longest
+        self.offsets = torch.tensor([0, *itertools.accumulate(self.lengths)], device="cuda")
+        torch.manual_seed(0)
+        tokens = sum(self.lengths)
+
+        def draw(*last: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, *last, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+        self.q, self.k, self.v, self.u, self.do = draw(channels), draw(channels), draw(values), draw(values), draw(values).detach()
+        self.gates = [torch.rand(tokens, heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        self.operations = heads * sum(length * length for length in self.lengths) * (channels + values)
+
+
+def directions(name: str, attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: torch.Tensor) -> Calls:
+    """The forward, the backward alone, and both as one step."""
+    o = attend()
+    return {
+        f"{name} forward": attend,
+        f"{name} backward": lambda: torch.autograd.grad(o, wanted, do, retain_graph=True),
+        f"{name} step": lambda: torch.autograd.grad(attend(), wanted, do),
+    }
+
+
+def dense_calls(batch: Batch) -> Calls:
+    """HSTU attention, causal."""
+    leaves = [batch.q, batch.k, batch.v]
+    return directions("dense", lambda: tilewise.hstu_attention(*leaves, batch.offsets, max_seq_len=batch.longest), leaves, batch.do)
+
+
+def sparse_calls(batch: Batch) -> Calls:
+    """Block-sparse attention with gates, without a window."""
+    leaves, gates = [batch.q, batch.k, batch.v, batch.u], batch.gates
+
+    def attend() -> torch.Tensor:
+        return tilewise.block_sparse_attn(*leaves, *gates, None, COUNT, BLOCK, seq_offsets=batch.offsets)[0]
+
+    return directions("block-sparse", attend, [*leaves, *gates], batch.do)
+
+
+def torch_calls(batch: Batch) -> Calls:
+    """What a user would write in torch for sequences of one length: two batched products with SiLU and the causal mask between them."""
+    count = len(batch.lengths)
+    q, k, v = (x.detach().unflatten(0, (count, -1)).transpose(1, 2).contiguous().requires_grad_() for x in (batch.q, batch.k, batch.v))
+    keep = torch.ones(batch.longest, batch.longest, dtype=torch.bool, device="cuda").tril()
+
+    def attend() -> torch.Tensor:
+        weights = torch.nn.functional.silu(q @ k.mT * q.shape[-1] ** -0.5) / batch.longest
+        return weights.masked_fill(~keep, 0.0) @ v
+
+    return directions("torch", attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
+
+
+def in_graph(calls: Calls) -> dict[str, float]:
+    """Milliseconds of calls as CUDA graphs, which leave the host out."""
+    return {name: round(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"), 3) for name, call in calls.items()}
+
+
+def dense_row(shape: Shape) -> dict[str, object]:
+    """One shape, full-length beside torch, and jagged."""
+    full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
+    times = {"full": milliseconds(dense_calls(full) | torch_calls(full)), "jagged": milliseconds(dense_calls(jagged))}
+    rates = {
+        f"{kind} {direction}": round(factor * batch.operations / times[kind][f"dense {direction}"] / 1e9)
+        for kind, batch in (("full", full), ("jagged", jagged))
+        for direction, factor in (("forward", 1.0), ("backward", 2.5))
+    }
+    return {"shape": shape, "milliseconds": times, "tflops": rates}
+
+
+def sparse_row(shape: Shape) -> dict[str, object]:
+    """One shape, full-length: block-sparse beside dense, as called, and as CUDA graphs."""
+    batch = Batch(shape, jagged=False)
+    calls = dense_calls(batch) | sparse_calls(batch)
+    steps = {name: call for name, call in calls.items() if name.endswith("step")}
+    return {"shape": shape, "milliseconds": milliseconds(calls), "as graphs": in_graph(steps)}
+
+
+def main() -> None:
+    """Print the figures, and save them as JSON on request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    result: dict[str, object] = {"environment": environment("python benchmarks/hstu.py"), "unit": "ms, bf16"}
+    for name, row, shapes in (("dense", dense_row, DENSE), ("block-sparse", sparse_row, SPARSE)):
+        rows = []
+        for shape in shapes:
+            rows.append(row(shape))
+            print(name, rows[-1], flush=True)
+            torch.cuda.empty_cache()
+        result[name] = rows
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

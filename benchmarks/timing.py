@@ -1,0 +1,39 @@
+"""What the benchmarks share: times of calls taken in turns, and where they were taken."""
+
+import platform
+import statistics
+from collections.abc import Callable
+
+import torch
+import triton
+
+import tilewise
+
+ROUNDS = 3
+# A call longer than this is timed once.
+LONG_MS = 50.0
+
+
+def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median of each call, the calls taking turns; long dense ones take one."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS):
+        for name, call in calls.items():
+            if turn and times[name][0] > LONG_MS:
+                continue
+            times[name].append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+
+
+def environment(command: str) -> dict[str, str]:
+    """Where the figures come from, and the command that repeats them."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "tilewise": tilewise.__version__,
+        "command": command,
+    }
