@@ -40,7 +40,6 @@ def test_help_names_the_commands():
         (["flash", "--range", "--range-raw"], "give one of them"),
         (["flash", "--config", "T=3", "--json", "nowhere/report.json"], "there is no folder nowhere"),
         (["flash", "--repeat", "0"], "equal to 1"),
-        (["bsa"], "bsa has no kernels here yet: give an implementation to check"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what_to_do(words, message):

@@ -8,7 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise.ops.bsa.api import block_sparse_attn
+    from tilewise.ops.bsa.hstu_bsa import hstu_attention_with_bsa
     from tilewise.ops.flash.api import flash_attention
+    from tilewise.ops.hstu.api import hstu_attention
     from tilewise.ops.nsa.api import compressed_attention, native_sparse_attention, select_blocks, selected_attention
     from tilewise.ops.nsa.attend import native_sparse_attend
     from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
@@ -17,8 +20,11 @@ __version__ = "0.1.0"
 __all__ = [
     "NSACache",
     "__version__",
+    "block_sparse_attn",
     "compressed_attention",
     "flash_attention",
+    "hstu_attention",
+    "hstu_attention_with_bsa",
     "native_sparse_attend",
     "native_sparse_attention",
     "nsa_decode_step",
@@ -28,8 +34,11 @@ __all__ = [
 
 _HOME = {
     "NSACache": "tilewise.ops.nsa.decode",
+    "block_sparse_attn": "tilewise.ops.bsa.api",
     "compressed_attention": "tilewise.ops.nsa.api",
     "flash_attention": "tilewise.ops.flash.api",
+    "hstu_attention": "tilewise.ops.hstu.api",
+    "hstu_attention_with_bsa": "tilewise.ops.bsa.hstu_bsa",
     "native_sparse_attend": "tilewise.ops.nsa.attend",
     "native_sparse_attention": "tilewise.ops.nsa.api",
     "nsa_decode_step": "tilewise.ops.nsa.decode",

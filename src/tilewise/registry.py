@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its public function (empty while it has no kernels), its reference and its verification suite, as `module:name`."""
+    """One operator: its public function, its reference and its verification suite, as `module:name`."""
 
     name: str
     summary: str
@@ -58,11 +58,25 @@ _OPERATORS = (
         suite="tilewise.verify.cases.nsa_attend:SUITE",
     ),
     Operator(
+        name="hstu",
+        summary="HSTU attention: SiLU(q kᵀ) v over packed sequences, with context and targets",
+        function="tilewise.ops.hstu.api:hstu_attention",
+        reference="tilewise.ops.hstu.reference:hstu_attention",
+        suite="tilewise.verify.cases.hstu:SUITE",
+    ),
+    Operator(
         name="bsa",
         summary="block-sparse attention for HSTU: compressed, chosen and near keys, through SiLU and layer norm",
-        function="",
+        function="tilewise.ops.bsa.api:block_sparse_attn",
         reference="tilewise.ops.bsa.reference:block_sparse_attn",
         suite="tilewise.verify.cases.bsa:SUITE",
+    ),
+    Operator(
+        name="hstu-bsa",
+        summary="the same as an HSTU layer calls it: packed sequences, gates by a model of the padded queries",
+        function="tilewise.ops.bsa.hstu_bsa:hstu_attention_with_bsa",
+        reference="tilewise.ops.bsa.reference:hstu_attention_with_bsa",
+        suite="tilewise.verify.cases.hstu_bsa:SUITE",
     ),
 )
 OPERATORS = {operator.name: operator for operator in _OPERATORS}

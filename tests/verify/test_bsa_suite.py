@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilewise
 from tilewise import registry
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.verify.api import verify
@@ -281,9 +282,9 @@ def test_layouts_change_strides_and_not_shapes(layout, lengths):
     }
 
 
-def test_the_operator_is_registered_without_a_function():
+def test_the_operator_is_registered():
     operator = registry.find("bsa")
-    assert operator.function == ""
+    assert operator.load("function") is tilewise.block_sparse_attn
     assert operator.load("reference") is block_sparse_attn
     assert operator.load("suite") is SUITE
 

@@ -46,10 +46,6 @@ def run_request(request: Request, console: Console) -> bool:
     for path in (request.json, request.html):
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}")
-    if request.mutants:
-        for operator in operators:
-            if not _suite(operator).mutants:
-                raise UsageError(f"--mutants: no bugs can be planted in {operator.name}, which has no kernels here yet")
     plans = [(operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings)) for operator in operators]
     report = Report()
     with _progress(console) as progress:
@@ -104,10 +100,7 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
 def _operators(request: Request) -> list[Operator]:
     if request.impl and len(request.operators) != 1:
         raise UsageError(f"--impl implements one operator: name it, one of {', '.join(registry.OPERATORS)}")
-    if request.operators:
-        return [find_operator(name) for name in request.operators]
-    # An operator without kernels can be checked by --impl alone.
-    return [operator for operator in registry.OPERATORS.values() if operator.function]
+    return [find_operator(name) for name in request.operators or registry.OPERATORS]
 
 
 def _suite(operator: Operator) -> Suite:

@@ -27,7 +27,7 @@ def evaluate(
     Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`: all runs see the same.
     """
     leaves = {name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()}
-    outputs = _named(problem, function(**leaves, **problem.options(), **further), next(iter(inputs.values())).device)
+    outputs = _named(problem, function(**problem.arguments(leaves), **problem.options(), **further), next(iter(inputs.values())).device)
     # Clones: an implementation may hand out the same memory again.
     results: dict[str, torch.Tensor | None] = {name: x.detach().clone() for name, x in outputs.items()}
     if incoming is None:

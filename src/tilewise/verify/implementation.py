@@ -50,7 +50,7 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
         return
     lacking: dict[str, list[str]] = {}
     for case in cases:
-        arguments = {**case.problem.tensors(_no_values), **case.problem.options(), **case.problem.returning}
+        arguments = {**case.problem.arguments(case.problem.tensors(_no_values)), **case.problem.options(), **case.problem.returning}
         parameters = signature.parameters
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         missing = [] if any_name else [argument for argument in arguments if argument not in parameters]

@@ -18,8 +18,6 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
     gpu = torch.cuda.is_available()
     if external:
         return [Implementation(external, "cuda" if gpu else "cpu", external=True)]
-    if not operator.function:
-        raise UsageError(f"{operator.name} has no kernels here yet: give an implementation to check, --impl FILE.py:FUNCTION")
     from tilewise.ops._host.backend import interpreting
 
     found = [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())] if interpreting() or gpu else []
@@ -32,7 +30,11 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
 
 
 def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:
-    """The standard checks of an operator, or those of the cases in `configs`."""
+    """The standard checks of an operator, or those of the cases in `configs`.
+
+    Cases in `configs` are checked in every dtype, and so are the standard ones, but where interpretation makes each of them dear: there `small`
+    is, and every other case in one dtype, in turn.
+    """
     suite: Suite = operator.load("suite")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if not dtypes:
@@ -49,7 +51,9 @@ def plan(operator: Operator, external: str | None, configs: Sequence[str], dtype
     checks = []
     for implementation in implementations(operator, external):
         names = chosen or [case.name for case in suite.standard(implementation.device, implementation.interpreted)]
-        checks += [Check(operator.name, implementation, name, dtype, settings) for name in names for dtype in dtypes]
+        for i, name in enumerate(names):
+            one = implementation.interpreted and not chosen and name != "small"
+            checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in ([dtypes[i % len(dtypes)]] if one else dtypes)]
         if not chosen:
             checks.append(Check(operator.name, implementation, GROWTH, dtypes[-1], settings))
     return checks

@@ -37,6 +37,10 @@ class Problem:
         """The arguments that are not tensors."""
         raise NotImplementedError
 
+    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+        """The arguments that `tensors` become: each under its name, unless some reach the function inside another, such as a model's weights."""
+        return dict(tensors)
+
     def axes(self) -> dict[str, str]:
         """What the axes of inputs and outputs are, a letter each: B batch, T tokens, H heads, D channels."""
         raise NotImplementedError
