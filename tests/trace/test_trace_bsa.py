@@ -48,7 +48,7 @@ def test_the_programs_asked_for_are_traced(tmp_path):
     # Each choice has two blocks, and each of them a list, which two heads share.
     assert "bsa_selected_fwd_kernel, program 7, head 3, block 1, 16 entries" in output
     assert "nsa_selected_bwd_queries_kernel, program 1, tokens 16 to 31, rows of all heads" in output
-    assert "bsa_norm_fwd_kernel, program 31, token 31, all heads" in output
+    assert "bsa_norm_fwd_kernel, program 0, token 31, all heads" in output
 
 
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.

@@ -14,7 +14,7 @@ from tilewise.ops.flash.simulate import Named
 from tilewise.ops.nsa.selected import SUMMED_ROWS
 from tilewise.ops.nsa.simulate import Results as Entries
 from tilewise.ops.nsa.simulate import Segment, Tiling, segments
-from tilewise.trace.beside import Cast, Fit, Kernel, array, as_it_is, beside, only_present, padded, put_together, recorded, row_place
+from tilewise.trace.beside import Cast, Fit, Kernel, array, beside, only_present, padded, put_together, recorded, row_place
 from tilewise.trace.record import record
 from tilewise.trace.request import Traced
 from tilewise.trace.values import Naming, Values
@@ -202,15 +202,19 @@ def trace_forward(case: Case, head: int, segment_number: int, sum_number: int) -
 
 
 def _trace_norm(case: Case, token: int) -> Traced:
-    with record({NORM.name: token}) as recording:
+    program, row = divmod(token, launch.norm_rows(*case.u.shape[-2:]))
+    with record({NORM.name: program}) as recording:
         results = launch.forward(case.q, case.k, case.v, case.u, (*case.gates, None), None, case.options)
 
     def run(cast: Cast) -> Iterator[Named]:
         outputs = zip(("cmp", "slc"), (results.o_cmp, results.o_slc), case.gates, strict=True)
         return simulate.norm({name: (cast(x[0, token]), cast(gate[0, token])) for name, x, gate in outputs}, cast(case.u[0, token]))
 
+    def one(_name: str, _step: int | None, x: np.ndarray) -> np.ndarray:
+        return x[row]
+
     stored = {"O_final": array(results.o[0, token])}
-    traced = beside(NORM, f"program {token}, token {token}, all heads", recorded(recording, NORM), run, as_it_is, stored, NORM_MAKERS)
+    traced = beside(NORM, f"program {program}, token {token}, all heads", recorded(recording, NORM), run, one, stored, NORM_MAKERS)
     return replace(traced, beside=case.whole(token))
 
 

@@ -53,7 +53,7 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
     A MissingNameError where the anchor or a `required` one never occurs.
     """
     tiles = [event for event in events if event.value is None or event.value.ndim > 0]
-    anchor = next((i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim == 2), None)
+    anchor = next((i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim >= 2), None)
     if anchor is None:
         raise MissingNameError(_missing(naming.anchor, naming.step[naming.anchor], tiles))
     before, steps, after = _split(tiles, anchor)

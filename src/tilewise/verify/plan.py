@@ -32,8 +32,8 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
 def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:
     """The standard checks of an operator, or those of the cases in `configs`.
 
-    Cases in `configs` are checked in every dtype, and so are the standard ones, but where interpretation makes each of them dear: there `small`
-    is, and every other case in one dtype, in turn.
+    Cases in `configs` are checked in every dtype, and so are the standard ones, but for our own backends without a GPU, where each of them takes
+    long: there `small` is, and every other case in one dtype, in turn, and in another one on the next backend.
     """
     suite: Suite = operator.load("suite")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
@@ -48,12 +48,15 @@ def plan(operator: Operator, external: str | None, configs: Sequence[str], dtype
         chosen = [config if config == GROWTH else suite.find(config).name for config in configs]
     except ValueError as error:
         raise UsageError(f"{operator.name}: {error}") from None
+    turns: dict[str, int] = {}
     checks = []
     for implementation in implementations(operator, external):
         names = chosen or [case.name for case in suite.standard(implementation.device, implementation.interpreted)]
         for i, name in enumerate(names):
-            one = implementation.interpreted and not chosen and name != "small"
-            checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in ([dtypes[i % len(dtypes)]] if one else dtypes)]
+            turns[name] = turns.get(name, i - 1) + 1
+            one = implementation.device == "cpu" and not external and not chosen and name != "small"
+            here = [dtypes[turns[name] % len(dtypes)]] if one else dtypes
+            checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in here]
         if not chosen:
             checks.append(Check(operator.name, implementation, GROWTH, dtypes[-1], settings))
     return checks

@@ -156,8 +156,8 @@ def order_tiles_kernel(cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.con
 
 
 @triton.jit
-def same_or_other_side(p_cu, p_cu_other, i_b, start, n_rows, n_others, i_row):
-    """Batch entry to index with, first token and length of the sequence's other side, as `other_side` gives them.
+def same_or_other_side(p_cu, p_cu_other, i_b, start, n_rows, n_others):
+    """Batch entry to index with, first token and length of the sequence's other side. A packed tensor has no batch axis: entry 0.
 
     Packed sequences whose other side has no offsets of its own have the same on both; dense ones have `n_others` rows.
     """
@@ -168,6 +168,5 @@ def same_or_other_side(p_cu, p_cu_other, i_b, start, n_rows, n_others, i_row):
             start, n_others = sequence_bounds(p_cu_other, i_b, n_others)
         else:
             n_others = n_rows
-        n_others = tl.where(i_row < n_rows, n_others, 0)
         i_b = 0
     return i_b, start, n_others

@@ -33,7 +33,7 @@ WIDTHS = (64, 128, 256)
 # (bytes an element, kernel) -> for each of WIDTHS the tiles.
 TABLE: dict[tuple[int, Kernel], tuple[Config, Config, Config]] = {
     (2, "selected_fwd"): (Config(64, 4, 2), Config(64, 4, 2), Config(64, 8, 2)),
-    (2, "selected_bwd"): (Config(64, 4, 2), Config(32, 4, 2), Config(64, 8, 1)),
+    (2, "selected_bwd"): (Config(64, 4, 2), Config(32, 4, 2), Config(32, 8, 2)),
     (2, "choose"): (Config(64, 4, 2), Config(64, 4, 2), Config(64, 8, 2)),
     (4, "selected_fwd"): (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
     (4, "selected_bwd"): (Config(32, 4, 1), Config(32, 4, 1), Config(16, 4, 1)),
@@ -41,13 +41,22 @@ TABLE: dict[tuple[int, Kernel], tuple[Config, Config, Config]] = {
 }
 
 
+# Elements of one tile of keys beyond which the sums of dK and dV take the registers of 8 warps.
+MOST_OF_4_WARPS = 4096
+
+
 @functools.cache
-def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> Config:
-    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100)."""
+def choose(kernel: Kernel, width: int, element_size: int, architecture: int, keys: int = 0) -> Config:
+    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100).
+
+    `keys` is how many a tile of keys holds, which follows from the block.
+    """
     config = TABLE[element_size, kernel][next(i for i, limit in enumerate(WIDTHS) if width <= limit)]
-    if family(architecture) == "small" and kernel == "selected_bwd" and width > WIDTHS[1]:
-        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
-    return config
+    if kernel != "selected_bwd":
+        return config
+    if family(architecture) == "small" and width > WIDTHS[1]:
+        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(num_warps=4, num_stages=1)
+    return config._replace(num_warps=8) if element_size == 2 and keys * width > MOST_OF_4_WARPS else config
 
 
 # Programs of the means' dK and dV that fill a large GPU several times over; tokens a tile; query tiles that a part must have at least; most parts.

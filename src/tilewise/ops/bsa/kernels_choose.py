@@ -43,6 +43,8 @@ def bsa_choose_kernel(
     i_h = tl.program_id(0) // n_tiles
     i_b, i_local, start, Tq = locate_slot(i_tile, cu, n_batch, n_tokens, BLOCK_M)
     i_m = i_local * BLOCK_M
+    if i_m >= Tq:
+        return
     i_bq, start_q, start_w, n_seen = i_b, 0, 0, n_windows
     if cu is not None:
         start_w, n_seen = sequence_bounds(windows, i_b, n_windows)
@@ -55,7 +57,7 @@ def bsa_choose_kernel(
     # Places for all but the own block, different from each other; the others hold what nothing beats.
     kept = tl.where(o_s < COUNT - 1, o_s.to(tl.int64) + (NONE + 1), -(NONE + 1))[None, :] + tl.zeros([BLOCK_M, COUNT_P], tl.int64)
     if COUNT > 1:
-        n_before = tl.where(i_m < Tq, (tl.minimum(i_m + BLOCK_M, Tq) - 1) // BLOCK_SIZE, 0)
+        n_before = (tl.minimum(i_m + BLOCK_M, Tq) - 1) // BLOCK_SIZE
         for i_n in range(0, n_before, BLOCK_N):
             # [N, D]
             b_k = load_rows((k_cmp, k_strides, i_bq, i_h * HEADS, start_w, n_seen), i_n, D, BLOCK_N, BLOCK_D, False)

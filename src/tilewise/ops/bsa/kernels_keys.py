@@ -19,6 +19,8 @@ def bsa_bwd_keys_kernel(
     # Loops over: nothing.
     # Writes: its rows of dx.
     i_b, i_h, i_m, start, n_rows = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_tokens, cu, False, BLOCK_M)
+    if i_m >= n_rows:
+        return
     start_w = 0
     n_mine = n_windows
     if cu is not None:

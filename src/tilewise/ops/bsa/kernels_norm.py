@@ -5,46 +5,53 @@ back. Every element is read and written once: the means and deviations of a toke
 import triton
 import triton.language as tl
 
-SIZES = ("n_tokens",)
+SIZES = ("n_rows", "n_tokens")
 
 
 @triton.jit
-def token_elements(i_row, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Offsets of one token's heads [H_P], of their elements [H_P, BLOCK_DV] in tensors that lie end to end, and which elements exist."""
+def token_elements(n_rows, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr):
+    """A program's tokens [R]; offsets of their heads [R, H_P] and elements [R, H_P, BLOCK_DV] where they lie end to end; which elements exist."""
+    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_h = tl.arange(0, H_P)
     o_d = tl.arange(0, BLOCK_DV)
-    o_row = tl.cast(i_row, tl.int64) * H + o_h
-    return o_row, o_row[:, None] * DV + o_d[None, :], (o_h < H)[:, None] & (o_d < DV)[None, :]
+    o_head = o_r.to(tl.int64)[:, None] * H + o_h[None, :]
+    m_x = (o_r < n_rows)[:, None, None] & (o_h < H)[None, :, None] & (o_d < DV)[None, None, :]
+    return o_r, o_head, o_head[:, :, None] * DV + o_d[None, None, :], m_x
 
 
 @triton.jit
-def strided_elements(strides, i_row, n_tokens, H_P: tl.constexpr, BLOCK_DV: tl.constexpr):
+def strided_elements(strides, o_r, n_tokens, H_P: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Offsets of the same elements in a tensor of other strides over (batch, token, head)."""
-    i_b = tl.cast(i_row // n_tokens, tl.int64)
-    o_token = i_b * strides[0] + tl.cast(i_row % n_tokens, tl.int64) * strides[1]
-    return o_token + tl.arange(0, H_P).to(tl.int64)[:, None] * strides[2] + tl.arange(0, BLOCK_DV)[None, :]
+    o_token = (o_r // n_tokens).to(tl.int64) * strides[0] + (o_r % n_tokens).to(tl.int64) * strides[1]
+    return o_token[:, None, None] + (tl.arange(0, H_P).to(tl.int64) * strides[2])[None, :, None] + tl.arange(0, BLOCK_DV)[None, None, :]
 
 
 @triton.jit
-def gated_branch(x, gate, o_row, o_x, m_x, H: tl.constexpr, H_P: tl.constexpr):
-    """A branch's output of one token in fp32, and its gates, 1 where there is none."""
+def gated_branch(x, gate, o_head, o_x, m_x):
+    """A branch's output of the tokens in fp32, and their gates, 1 where there is none."""
     b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
     if gate is None:
-        b_gate = tl.full([H_P], 1.0, tl.float32)
+        b_gate = tl.full(o_head.shape, 1.0, tl.float32)
     else:
-        b_gate = tl.load(gate + o_row, mask=tl.arange(0, H_P) < H, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + o_head, mask=head_mask(m_x), other=0.0).to(tl.float32)
     return b_x, b_gate
 
 
 @triton.jit
+def head_mask(m_x):
+    """Which heads of which tokens exist, from which elements do."""
+    return tl.max(m_x.to(tl.int32), 2) > 0
+
+
+@triton.jit
 def token_sum(b_x):
-    """The sum over all of a token's elements."""
-    return tl.sum(tl.sum(b_x, 1), 0)
+    """The sum over all of a token's elements, [R, 1, 1]."""
+    return tl.sum(tl.sum(b_x, 2), 1)[:, None, None]
 
 
 @triton.jit
 def normalise(b_x, m_x, N: tl.constexpr, EPS: tl.constexpr):
-    """Layer norm of one token's N elements, and the factor that it divides deviations by, inverted."""
+    """Layer norm of each token's N elements, and the factor that it divides deviations by, inverted."""
     b_x = tl.where(m_x, b_x - token_sum(b_x) / N, 0.0)
     inverse = 1.0 / tl.sqrt(token_sum(b_x * b_x) / N + EPS)
     return b_x * inverse, inverse
@@ -52,59 +59,55 @@ def normalise(b_x, m_x, N: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_norm_fwd_kernel(
-    o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, o, n_tokens,
-    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EPS: tl.constexpr,
+    o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, o, n_rows, n_tokens,
+    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tokens.
-    # Owns: one token, all heads.
+    # Grid: tiles of BLOCK_R tokens.
+    # Owns: BLOCK_R tokens, all heads.
     # Loops over: nothing; two or three branches.
-    # Writes: its row of o.
-    i_row = tl.program_id(0)
-    o_row, o_x, m_x = token_elements(i_row, H, H_P, DV, BLOCK_DV)
-    b_x, b_gate = gated_branch(o_cmp, g_cmp, o_row, o_x, m_x, H, H_P)
-    acc, _ = normalise(b_x * b_gate[:, None], m_x, H * DV, EPS)
-    b_x, b_gate = gated_branch(o_slc, g_slc, o_row, o_x, m_x, H, H_P)
-    b_y, _ = normalise(b_x * b_gate[:, None], m_x, H * DV, EPS)
+    # Writes: its rows of o.
+    o_r, o_head, o_x, m_x = token_elements(n_rows, H, H_P, DV, BLOCK_DV, BLOCK_R)
+    b_x, b_gate = gated_branch(o_cmp, g_cmp, o_head, o_x, m_x)
+    acc, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)
+    b_x, b_gate = gated_branch(o_slc, g_slc, o_head, o_x, m_x)
+    b_y, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)
     acc += b_y
     if o_swa is not None:
-        b_x, b_gate = gated_branch(o_swa, g_swa, o_row, o_x, m_x, H, H_P)
-        b_y, _ = normalise(b_x * b_gate[:, None], m_x, H * DV, EPS)
+        b_x, b_gate = gated_branch(o_swa, g_swa, o_head, o_x, m_x)
+        b_y, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)
         acc += b_y
-    b_u = tl.load(u + strided_elements(u_strides, i_row, n_tokens, H_P, BLOCK_DV), mask=m_x, other=0.0).to(tl.float32)
+    b_u = tl.load(u + strided_elements(u_strides, o_r, n_tokens, H_P, BLOCK_DV), mask=m_x, other=0.0).to(tl.float32)
     tl.store(o + o_x, (b_u * acc).to(o.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def branch_backward(
-    x, gate, dx, dgate, b_dy, o_row, o_x, m_x, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """One branch's normalised row; writes the gradients of its output and its gate from that of the row."""
-    b_x, b_gate = gated_branch(x, gate, o_row, o_x, m_x, H, H_P)
-    b_y, inverse = normalise(b_x * b_gate[:, None], m_x, H * DV, EPS)
+def branch_backward(x, gate, dx, dgate, b_dy, o_head, o_x, m_x, H: tl.constexpr, DV: tl.constexpr, EPS: tl.constexpr):
+    """One branch's normalised rows; writes the gradients of its output and its gate from that of the rows."""
+    b_x, b_gate = gated_branch(x, gate, o_head, o_x, m_x)
+    b_y, inverse = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)
     b_dx = inverse * (b_dy - token_sum(b_dy) / (H * DV) - b_y * (token_sum(b_dy * b_y) / (H * DV)))
     b_dx = tl.where(m_x, b_dx, 0.0)
-    tl.store(dx + o_x, (b_dx * b_gate[:, None]).to(dx.dtype.element_ty), mask=m_x)
+    tl.store(dx + o_x, (b_dx * b_gate[:, :, None]).to(dx.dtype.element_ty), mask=m_x)
     if gate is not None:
-        tl.store(dgate + o_row, tl.sum(b_dx * b_x, 1).to(dgate.dtype.element_ty), mask=tl.arange(0, H_P) < H)
+        tl.store(dgate + o_head, tl.sum(b_dx * b_x, 2).to(dgate.dtype.element_ty), mask=head_mask(m_x))
     return b_y
 
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_norm_bwd_kernel(
-    do, o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, do_cmp, do_slc, do_swa, dg_cmp, dg_slc, dg_swa, du, n_tokens,
-    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, EPS: tl.constexpr,
+    do, o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, do_cmp, do_slc, do_swa, dg_cmp, dg_slc, dg_swa, du, n_rows, n_tokens,
+    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tokens.
-    # Owns: one token, all heads.
+    # Grid: tiles of BLOCK_R tokens.
+    # Owns: BLOCK_R tokens, all heads.
     # Loops over: nothing; two or three branches.
     # Writes: its rows of the branches', the gates' and u's gradients.
-    i_row = tl.program_id(0)
-    o_row, o_x, m_x = token_elements(i_row, H, H_P, DV, BLOCK_DV)
-    b_u = tl.load(u + strided_elements(u_strides, i_row, n_tokens, H_P, BLOCK_DV), mask=m_x, other=0.0).to(tl.float32)
+    o_r, o_head, o_x, m_x = token_elements(n_rows, H, H_P, DV, BLOCK_DV, BLOCK_R)
+    b_u = tl.load(u + strided_elements(u_strides, o_r, n_tokens, H_P, BLOCK_DV), mask=m_x, other=0.0).to(tl.float32)
     b_do = tl.load(do + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_dy = b_do * b_u
-    acc = branch_backward(o_cmp, g_cmp, do_cmp, dg_cmp, b_dy, o_row, o_x, m_x, H, H_P, DV, EPS)
-    acc += branch_backward(o_slc, g_slc, do_slc, dg_slc, b_dy, o_row, o_x, m_x, H, H_P, DV, EPS)
+    acc = branch_backward(o_cmp, g_cmp, do_cmp, dg_cmp, b_dy, o_head, o_x, m_x, H, DV, EPS)
+    acc += branch_backward(o_slc, g_slc, do_slc, dg_slc, b_dy, o_head, o_x, m_x, H, DV, EPS)
     if o_swa is not None:
-        acc += branch_backward(o_swa, g_swa, do_swa, dg_swa, b_dy, o_row, o_x, m_x, H, H_P, DV, EPS)
+        acc += branch_backward(o_swa, g_swa, do_swa, dg_swa, b_dy, o_head, o_x, m_x, H, DV, EPS)
     tl.store(du + o_x, (b_do * acc).to(du.dtype.element_ty), mask=m_x)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.bsa import configs, selected
@@ -37,10 +38,16 @@ def _window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor 
     return silu.Inputs(q, k, v, cu, None, silu.Mask(True, left if left < q.shape[-3] else None, 0), options.scale, None, 1.0)
 
 
+def norm_rows(heads: int, channels: int) -> int:
+    """Tokens of one program of the kernels over whole tokens: few where they are wide; interpreted, few programs are faster."""
+    return 32 if interpreting() else max(1, configs.ELEMENTS_A_WARP // (power_of_2(heads) * padded_channels(channels)))
+
+
 def _norm(u: torch.Tensor, branches: list[torch.Tensor | None], gates: Gates) -> dict[str, Any]:
     """What both kernels over whole tokens take."""
     heads, channels = u.shape[-2:]
     elements = power_of_2(heads) * padded_channels(channels)
+    rows = norm_rows(heads, channels)
     arguments: dict[str, Any] = {
         name: None if gate is None else gate.contiguous() for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True)
     }
@@ -48,13 +55,15 @@ def _norm(u: torch.Tensor, branches: list[torch.Tensor | None], gates: Gates) ->
     return arguments | {
         "u": u,
         "u_strides": row_strides(u.stride()),
+        "n_rows": _tokens(u),
         "n_tokens": u.shape[-3],
+        "BLOCK_R": rows,
         "H": heads,
         "H_P": power_of_2(heads),
         "DV": channels,
         "BLOCK_DV": padded_channels(channels),
         "EPS": LAYER_NORM_EPS,
-        "num_warps": min(max(1, elements // configs.ELEMENTS_A_WARP), configs.MOST_WARPS),
+        "num_warps": min(max(1, rows * elements // configs.ELEMENTS_A_WARP), configs.MOST_WARPS),
         "enable_fp_fusion": True,
     }
 
@@ -103,7 +112,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor, 
     o_swa = silu.forward(_window(q, k, v, cu, options)) if options.window_size else None
     o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     if o.numel():
-        run_all([Launch(bsa_norm_fwd_kernel, _tokens(o), _norm(u, [o_cmp, o_slc, o_swa], gates) | {"o": o})], o.device)
+        run_all(
+            [Launch(bsa_norm_fwd_kernel, -(-_tokens(o) // norm_rows(*u.shape[-2:])), _norm(u, [o_cmp, o_slc, o_swa], gates) | {"o": o})], o.device
+        )
     return Results(o, public, k_cmp, v_cmp, o_cmp, o_slc, q.new_empty(0) if o_swa is None else o_swa)
 
 
@@ -132,7 +143,16 @@ def backward(
     dgates = [None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for gate in gates]
     if du.numel():
         outgoing = dict(zip(("do_cmp", "do_slc", "do_swa", "dg_cmp", "dg_slc", "dg_swa"), (do_cmp, do_slc, do_swa, *dgates), strict=True))
-        run_all([Launch(bsa_norm_bwd_kernel, _tokens(du), _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du})], du.device)
+        run_all(
+            [
+                Launch(
+                    bsa_norm_bwd_kernel,
+                    -(-_tokens(du) // norm_rows(*u.shape[-2:])),
+                    _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du},
+                )
+            ],
+            du.device,
+        )
     windows = mean_windows(cu, tokens, block_size)
     parts = configs.query_parts(k_cmp.shape[-3] * k_cmp.shape[-2], tokens // max(1, batch_size(q, cu) if cu is not None else 1))
     indices = block_indices[..., :: 2 if options.interleave else 1, :, :].transpose(-3, -2)

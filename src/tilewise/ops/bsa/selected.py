@@ -84,7 +84,12 @@ class Inputs(NamedTuple):
     def config(self, kernel: configs.Kernel) -> configs.Config:
         """The tiles of one kernel."""
         width = max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
-        return configs.choose(kernel, width, self.q.element_size(), architecture(self.q.device))
+        return configs.choose(kernel, width, self.q.element_size(), architecture(self.q.device), self.keys)
+
+    @property
+    def keys(self) -> int:
+        """Keys of one tile: a block, as tiles hold it."""
+        return max(16, power_of_2(self.named.block_size))
 
 
 def make_inputs(
@@ -129,7 +134,7 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
         "BLOCK_DV": block_dv,
         "BLOCK_SIZE": named.block_size,
         "BLOCK_M": config.block_m,
-        "BLOCK_N": max(16, power_of_2(named.block_size)),
+        "BLOCK_N": inputs.keys,
         "TOKENS": named.tile_tokens,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
         "num_warps": config.num_warps,

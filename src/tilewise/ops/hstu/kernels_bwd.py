@@ -74,8 +74,10 @@ def hstu_bwd_dkdv_kernel(
     if parts is not None:
         i_own = tl.program_id(0) // parts
     i_b, i_h, i_n, start_k, Tk = locate_ordered(i_own, tiles, n_tiles, n_heads, n_keys, cu, False, BLOCK_N)
+    if i_n >= Tk:
+        return
     history = (context, history_end(num_targets, context, i_b, Tk), left)
-    i_b, start_q, Tq = same_or_other_side(cu, cu_other, i_b, start_k, Tk, n_queries, i_n)
+    i_b, start_q, Tq = same_or_other_side(cu, cu_other, i_b, start_k, Tk, n_queries)
     # [N, D], [N, DV]; of keys past the last nothing is stored.
     b_k = load_rows((k, k_strides, i_b, i_h, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA, TMA != 0)
     b_v = load_rows((v, v_strides, i_b, i_h, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA, TMA != 0)
@@ -157,8 +159,10 @@ def hstu_bwd_dq_kernel(
     # Loops over: the key tiles that its mask reaches.
     # Writes: its rows of dq.
     i_b, i_h, i_m, start_q, Tq = locate_ordered(tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M)
+    if i_m >= Tq:
+        return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
-    i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys, i_m)
+    i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
     k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D], [M, DV]; of rows past the last nothing is stored.

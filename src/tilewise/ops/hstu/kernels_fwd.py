@@ -63,8 +63,10 @@ def hstu_fwd_kernel(
     # Loops over: the key tiles that its mask reaches.
     # Writes: its rows of o.
     i_b, i_h, i_m, start_q, Tq = locate_ordered(tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M)
+    if i_m >= Tq:
+        return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
-    i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys, i_m)
+    i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
     k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D]; of rows past the last nothing is stored.

@@ -74,7 +74,7 @@ HSTU = (
 _CHOOSE, _NORM, _KEYS, _SELECTED, _BSA = "bsa.kernels_choose", "bsa.kernels_norm", "bsa.kernels_keys", "bsa.kernels_selected", "bsa.launch"
 _VISIBLE = "right = -min(options.block_size - 1, q.shape[-3])"
 _SCORE = "silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None)"
-_CMP = "acc, _ = normalise(b_x * b_gate[:, None], m_x, H * DV, EPS)"
+_CMP = "acc, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)"
 _NORM_BACK = "b_dy - token_sum(b_dy) / (H * DV) - b_y * (token_sum(b_dy * b_y) / (H * DV))"
 
 BSA = (
@@ -121,20 +121,23 @@ BSA = (
         "slot-lost", "the first chosen block is left out of the sum", "nsa.kernels_selected_bwd",
         "for i_s in range(SLOTS)", "for i_s in range(1, SLOTS)",
     ),
-    Mutant("norm-of-a-head", "layer norm takes each head by itself", _NORM, "tl.sum(tl.sum(b_x, 1), 0)", "tl.sum(b_x, 1)[:, None] * b_x.shape[0]"),
+    Mutant(
+        "norm-of-a-head", "layer norm takes each head by itself", _NORM,
+        "tl.sum(tl.sum(b_x, 2), 1)[:, None, None]", "tl.sum(b_x, 2)[:, :, None] * b_x.shape[1]",
+    ),
     Mutant("norm-uncentred", "layer norm does not take off the mean", _NORM, "b_x - token_sum(b_x) / N", "b_x"),
     Mutant("eps-missing", "layer norm divides by zero where a branch sees nothing", _NORM, "/ N + EPS", "/ N"),
     Mutant(
         "gate-after-norm", "the compressed branch's gate comes after the norm", _NORM,
-        _CMP, "acc = normalise(b_x, m_x, H * DV, EPS)[0] * b_gate[:, None]",
+        _CMP, "acc = normalise(b_x, m_x, H * DV, EPS)[0] * b_gate[:, :, None]",
     ),
     Mutant("wrong-gate", "the window takes the chosen blocks' gate", _NORM, "gated_branch(o_swa, g_swa", "gated_branch(o_swa, g_slc"),
     Mutant("u-ignored", "the backward lacks u", _NORM, "b_dy = b_do * b_u", "b_dy = b_do"),
     Mutant("du-with-u", "u's gradient is multiplied by u", _NORM, "(b_do * acc).to(du", "(b_dy * acc).to(du"),
     Mutant("norm-mean-gradient", "the mean passes no gradient", _NORM, _NORM_BACK, "b_dy - b_y * (token_sum(b_dy * b_y) / (H * DV))"),
     Mutant("norm-deviation-gradient", "the deviation passes no gradient", _NORM, _NORM_BACK, "b_dy - token_sum(b_dy) / (H * DV)"),
-    Mutant("gate-gradient", "a gate's gradient does not come through the norm", _NORM, "tl.sum(b_dx * b_x, 1)", "tl.sum(b_dy * b_x, 1)"),
-    Mutant("ungated-backward", "branches get the gradient without their gate", _NORM, "(b_dx * b_gate[:, None])", "b_dx"),
+    Mutant("gate-gradient", "a gate's gradient does not come through the norm", _NORM, "tl.sum(b_dx * b_x, 2)", "tl.sum(b_dy * b_x, 2)"),
+    Mutant("ungated-backward", "branches get the gradient without their gate", _NORM, "(b_dx * b_gate[:, :, None])", "b_dx"),
     Mutant(
         "slope-without-scale", "chosen blocks: SiLU's derivative lacks the scale", _SELECTED,
         "scale_log2, None, scale)", "scale_log2, None, 1.0)",
