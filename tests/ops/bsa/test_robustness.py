@@ -7,6 +7,9 @@ from tilewise.ops.bsa import launch, reference, selected
 from tilewise.ops.bsa.options import Options
 from tilewise.ops.nsa import configs as nsa_configs
 
+# What takes long to interpret is left to the slow set, and to a GPU.
+LONG = [] if torch.cuda.is_available() else [pytest.mark.slow]
+
 
 def run(q, gates, cu, options):
     results = launch.forward(q, q, q, q, gates, cu, options)
@@ -25,7 +28,7 @@ def test_bad_offsets_never_lead_out_of_bounds(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2, 7, 64])
+@pytest.mark.parametrize("count", [1, 7, pytest.param(2, marks=LONG), pytest.param(64, marks=LONG)])
 def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, device):
     """Keys in whole numbers make equal scores common, SiLU's two branches among them; one block's mean is NaN and must be the last choice."""
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +50,7 @@ def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, de
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=LONG)])
 def test_chunks_of_tokens_change_only_roundings(packed, device, monkeypatch):
     """Results by entry that do not fit at once: later chunks go on from the sums of the earlier."""
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +68,12 @@ def test_chunks_of_tokens_change_only_roundings(packed, device, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("block", "count", "channels", "dtype"), [(128, 2, 128, torch.float32), (16, 64, 16, torch.bfloat16), (96, 3, 256, torch.bfloat16)]
+    ("block", "count", "channels", "dtype"),
+    [
+        pytest.param(128, 2, 128, torch.float32, marks=LONG),
+        pytest.param(16, 64, 16, torch.bfloat16),
+        pytest.param(96, 3, 256, torch.bfloat16, marks=LONG),
+    ],
 )
 def test_the_ends_of_the_sizes(block, count, channels, dtype, device):
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,9 @@ import torch
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.hstu import configs, launch, reference
 
+# What takes long to interpret is left to the slow set, and to a GPU.
+LONG = [] if torch.cuda.is_available() else [pytest.mark.slow]
+
 
 def offsets_of(lengths, device):
     return torch.tensor([0, *itertools.accumulate(lengths)], device=device)
@@ -30,7 +33,7 @@ def test_bad_values_never_lead_out_of_bounds(masked, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("history", [False, True])
-@pytest.mark.parametrize("block_m", [32, 64])
+@pytest.mark.parametrize("block_m", [32, pytest.param(64, marks=LONG)])
 def test_tiles_of_32_channels_beside_64(block_m, history, tma, device):
     """Triton 3.6 on Hopper gets some products of tiles of unequal widths wrong: not these."""
     lengths = (70, 0, 131)
@@ -58,7 +61,13 @@ def test_other_unequal_widths_are_made_equal_or_at_least_128_bytes(channels, val
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("lengths", "last_first"),
-    [((5, 64, 0, 130, 64, 1), False), ((5, 64, 0, 130, 64, 1), True), ((3,), True), ((0, 0), False), ((1,) * 1030 + (200,), True)],
+    [
+        ((5, 64, 0, 130, 64, 1), False),
+        ((5, 64, 0, 130, 64, 1), True),
+        ((3,), True),
+        ((0, 0), False),
+        pytest.param((1,) * 1030 + (200,), True, marks=LONG),
+    ],
     ids=["mixed", "mixed-last-first", "one", "empty", "many"],
 )
 def test_every_tile_once_and_the_longest_sequences_first(lengths, last_first, device):

@@ -244,4 +244,4 @@ def draw(draw: Callable[[Any], Any]) -> Bsa:
     )
 
 
-SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=64), draw=draw, mutants=hstu_mutants.BSA)
+SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=hstu_mutants.BSA)
