@@ -23,14 +23,15 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> No
 def triton_cases(*operators: str) -> list:
     """Operator, case and dtype. On a GPU everything.
 
-    Interpreted, `make test` runs what `tilewise verify` does, in bf16; the other precisions are slow, and wider problems are left to a GPU.
+    Interpreted, `make test` runs what `tilewise verify` does, in bf16; fp32 is slow. Wider problems are left to a GPU, and so is fp16, which goes
+    the way of bf16.
     """
     on_gpu = torch.cuda.is_available()
     found = []
     for operator in operators:
         suite = registry.find(operator).load("suite")
         for case in suite.cases if on_gpu else suite.standard("cpu", interpreted=True):
-            for dtype in DTYPES:
+            for dtype in DTYPES if on_gpu else ("bf16", "fp32"):
                 found.append(pytest.param(operator, case.name, dtype, marks=[] if on_gpu or dtype == "bf16" else [pytest.mark.slow]))
     return found
 

@@ -27,11 +27,13 @@ class Config(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What of a call decides its tiles: channels of q and v together, bytes an element, and whether tensor descriptors can read its tensors."""
+    """What of a call decides its tiles: channels of q and v together, bytes an element, whether tensor descriptors can read its tensors, and
+    whether all their strides are multiples of 16, so that Triton loads rows in wide words."""
 
     channels: int
     element_size: int
     descriptors: bool
+    wide_words: bool
 
 
 def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int, registers: int | None = None) -> Config:
@@ -48,7 +50,7 @@ TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
     ("hopper", 2, "dkdv"): (
         (Config(32, 64, 4, 3, registers=128),),
         (_tma(64, 64, 4, 2), Config(64, 128, 8, 2)),
-        (_tma(64, 64, 8, 2), Config(32, 64, 8, 2)),
+        (_tma(32, 64, 8, 2), Config(32, 64, 8, 2)),
     ),
     ("hopper", 2, "dq"): (
         (_tma(64, 64, 4, 2, 128), Config(64, 64, 4, 3, registers=128)),
@@ -73,8 +75,8 @@ TABLE["blackwell", 2, "dkdv"] = (
 # fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
 _FAMILIES: tuple[Family, ...] = ("hopper", "blackwell", "medium", "small")
 for _family in _FAMILIES:
-    TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 4, 1),))
-    TABLE[_family, 4, "dkdv"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 8, 2),), (Config(16, 16, 4, 1),))
+    TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
+    TABLE[_family, 4, "dkdv"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 8, 2),), (Config(16, 16, 8, 1),))
     TABLE[_family, 4, "dq"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
 
 
@@ -83,4 +85,6 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     """The tiles for a problem on an architecture (compute capability as one number, 90 for an H100)."""
     width = next(i for i, limit in enumerate(WIDTHS) if problem.channels <= limit)
     candidates = TABLE[family(architecture), problem.element_size, kernel][width]
-    return next(config for config in candidates if problem.descriptors or not config.tma)
+    config = next(config for config in candidates if problem.descriptors or not config.tma)
+    # Element by element, each has an address of its own: no room to save registers.
+    return config if config.tma or problem.wide_words else config._replace(registers=None)

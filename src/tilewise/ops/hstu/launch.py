@@ -50,8 +50,11 @@ class Inputs(NamedTuple):
 
     def problem(self, *gradients: torch.Tensor) -> configs.Problem:
         """What decides the tiles of a kernel that reads q, k, v and `gradients`."""
-        readable = all(fits_descriptor(_batched(x)) for x in (self.q, self.k, self.v, *gradients))
-        return configs.Problem(sum(widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size())), self.q.element_size(), readable)
+        tensors = (self.q, self.k, self.v, *gradients)
+        readable = all(fits_descriptor(_batched(x)) for x in tensors)
+        wide_words = all(stride % 16 == 0 for x in tensors for stride in x.stride()[:-1])
+        channels = sum(widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
+        return configs.Problem(channels, self.q.element_size(), readable, wide_words)
 
 
 def make_inputs(
