@@ -44,13 +44,16 @@ def check(architecture: int, dtype: str, channels: int, variant: str) -> None:
             assert kernel["wgmma"], kernel
 
 
-@pytest.mark.parametrize("channels", [64, 128])
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+def slow(*values: int):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("architecture", "channels"), [(80, 128), (90, 64), (90, 128), (100, 128), slow(80, 64), slow(100, 64)])
 def test_default_kernels(architecture, channels):
     check(architecture, "bfloat16", channels, "causal")
 
 
-@pytest.mark.parametrize(("architecture", "channels"), [(86, 32), (86, 64), (86, 128), (86, 256), (120, 128)])
+@pytest.mark.parametrize(("architecture", "channels"), [(86, 128), slow(86, 32), slow(86, 64), slow(86, 256), slow(120, 128)])
 def test_every_width_fits_a_99_kb_card(architecture, channels):
     check(architecture, "bfloat16", channels, "causal")
 
