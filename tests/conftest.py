@@ -1,17 +1,22 @@
 """Kernels run compiled where there is a GPU, interpreted elsewhere; fresh memory is poisoned with NaN everywhere."""
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is a process for every core: threads of theirs would wait for each other, forty times as long as the work itself. NumPy's are counted
+    # when it is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from tilewise import interpreter
 
 interpreter.use_where_no_gpu()
 
-import os  # noqa: E402
 import shutil  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is a process for every core: threads of theirs would wait for each other, forty times as long as the work itself.
     torch.set_num_threads(1)
 
 

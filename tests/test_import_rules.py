@@ -1,11 +1,13 @@
 """Who may import whom."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tilewise"
+MYTORCH = SOURCE.parent / "mytorch"
 WORKBENCH = ("tilewise.verify", "tilewise.trace", "tilewise.bench", "tilewise.inspect", "tilewise.cli", "tilewise.registry", "tilewise.doctor")
 OPS_MAY = ("torch", "triton", "tilewise")
 
@@ -48,7 +50,7 @@ def violations(path: Path, source: str) -> list[str]:
     if path.parts[0] == "ops":
         bad |= {m for m in modules if under(m, *WORKBENCH)}
         standard = {m for m in modules if not under(m, *OPS_MAY)}
-        bad |= {m for m in standard if m.split(".")[0] not in __import__("sys").stdlib_module_names}
+        bad |= {m for m in standard if m.split(".")[0] not in sys.stdlib_module_names}
     return sorted(bad)
 
 
@@ -58,6 +60,46 @@ FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_import_rules(path):
     assert violations(path, (SOURCE / path).read_text()) == []
+
+
+def mytorch_violations(path: Path, source: str) -> list[str]:
+    """What a file of mytorch imports and must not: numba serves the parallel backend, torch, triton and tilewise the one on CUDA."""
+    modules = {m for m in imports(source) if not under(m, "mytorch")}
+    outside = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
+    if path.parts[0] != "backends":
+        allowed = ("numpy", "safetensors")
+    elif path.name == "parallel.py" or "loops" in path.parts:
+        # llvmlite is what numba compiles with.
+        allowed = ("numpy", "numba", "llvmlite")
+    elif path.name.startswith("kernels"):
+        allowed = ("triton",)
+    elif path.name == "cuda.py" or "gpu" in path.parts:
+        allowed = ("numpy", "torch", "triton", "tilewise")
+    else:
+        # The one who sets their number asks numba for its threads.
+        allowed = ("numpy", "numba") if path.name == "__init__.py" else ("numpy",)
+    return sorted(m for m in outside if not under(m, *allowed))
+
+
+@pytest.mark.parametrize("path", sorted(path.relative_to(MYTORCH) for path in MYTORCH.rglob("*.py")), ids=str)
+def test_mytorch_import_rules(path):
+    assert mytorch_violations(path, (MYTORCH / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("tensor.py", "import torch"),
+        ("nn/linear.py", "from tilewise import flash_attention"),
+        ("ops/matrix.py", "import numba"),
+        ("backends/serial.py", "from numba import njit"),
+        ("backends/parallel.py", "import torch"),
+        ("backends/gpu/kernels_rows.py", "import torch"),
+        ("data/idx.py", "import scipy"),
+    ],
+)
+def test_the_rules_of_mytorch_catch(path, source):
+    assert mytorch_violations(Path(path), source)
 
 
 @pytest.mark.parametrize(

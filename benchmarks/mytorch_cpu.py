@@ -1,0 +1,257 @@
+"""Times mytorch on the CPU beside torch with as many threads, in one run: a CNN's training step, start-up, attention and its memory.
+
+python benchmarks/mytorch_cpu.py --json benchmarks/results/mytorch-cpu.json
+
+The calls that are compared take turns, and medians are compared. "speed" is torch's time over mytorch's: above 1, mytorch is faster.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numba
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import mytorch
+from mytorch import Device, Tensor, backends
+
+Calls = dict[str, Callable[[], object]]
+BATCH, LEARNING_RATE = 64, 0.01
+# [O, C, h, w] of convolutions, [K, N] of linear layers.
+WEIGHTS = ((16, 1, 5, 5), (32, 16, 5, 5), (800, 120), (120, 84), (84, 10))
+PADDINGS = (2, 0)
+# Batch, heads, tokens, channels.
+ATTENTION = (1, 8, 4096, 64)
+FIRST_RESULT = """
+import time
+start = time.perf_counter()
+from mytorch import Tensor
+x = Tensor.randn((512, 512), requires_grad=True)
+(x.relu() * x).sum().backward()
+assert x.grad.shape == (512, 512)
+print(time.perf_counter() - start)
+"""
+
+
+def milliseconds(calls: Calls, rounds: int) -> dict[str, float]:
+    """The median of each call, the calls taking turns, after one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+
+
+def initial() -> list[np.ndarray]:
+    """Weights and biases in turns."""
+    generator = np.random.default_rng(0)
+    found = []
+    for shape in WEIGHTS:
+        inputs = int(np.prod(shape[1:])) if len(shape) == 4 else shape[0]
+        found.append((generator.standard_normal(shape) * (2 / inputs) ** 0.5).astype(np.float32))
+        found.append(np.zeros(shape[0] if len(shape) == 4 else shape[1], np.float32))
+    return found
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Images and their classes, both random."""
+    generator = np.random.default_rng(1)
+    return generator.standard_normal((BATCH, 1, 28, 28)).astype(np.float32), generator.integers(0, 10, BATCH)
+
+
+def mytorch_step(backend: str) -> Callable[[], float]:
+    """Forward, cross-entropy, backward and SGD on one of the CPU backends; gives the loss."""
+    parameters = [Tensor.create(x, requires_grad=True) for x in initial()]
+    images, classes = data()
+    x, targets = Tensor.create(images), Tensor.create(classes[:, None])
+
+    def step() -> float:
+        mytorch.set_cpu_backend(backend)
+        y = x
+        for i, padding in enumerate(PADDINGS):
+            y = y.conv2d(*parameters[2 * i : 2 * i + 2], padding=padding).relu().max_pool2d(2)
+        y = y.flatten(1)
+        for i in (4, 6, 8):
+            y = y.linear(*parameters[i : i + 2])
+            y = y.relu() if i < 8 else y
+        loss = -y.log_softmax().gather(1, targets).mean()
+        loss.backward()
+        for parameter in parameters:
+            backends.of(Device.CPU).sgd_(parameter._data, parameter.grad._data, None, LEARNING_RATE, 0.0, 0.0)
+            parameter.set_grad(None)
+        return loss.item()
+
+    return step
+
+
+def torch_step() -> Callable[[], float]:
+    """The same in torch, with its own modules and optimiser."""
+    nn = torch.nn
+    convolutions = [nn.Conv2d(shape[1], shape[0], shape[2:], padding=p) for shape, p in zip(WEIGHTS[:2], PADDINGS, strict=True)]
+    linear = [nn.Linear(*shape) for shape in WEIGHTS[2:]]
+    blocks = [layer for convolution in convolutions for layer in (convolution, nn.ReLU(), nn.MaxPool2d(2))]
+    net = nn.Sequential(*blocks, nn.Flatten(), linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2])
+    for parameter, start in zip(net.parameters(), initial(), strict=True):
+        parameter.data.copy_(torch.tensor(start if start.ndim != 2 else start.T))
+    optimiser = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
+    x, targets = (torch.tensor(array) for array in data())
+
+    def step() -> float:
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), targets)
+        loss.backward()
+        optimiser.step()
+        return loss.item()
+
+    return step
+
+
+def cnn(rounds: int) -> dict[str, Any]:
+    """The training step on both backends and in torch."""
+    steps = {"parallel": mytorch_step("parallel"), "serial": mytorch_step("serial"), "torch": torch_step()}
+    losses = {name: step() for name, step in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-3:
+        sys.exit(f"the three do not compute the same loss: {losses}")
+    times = milliseconds(steps, rounds)
+    speeds = {"parallel to torch": times["torch"] / times["parallel"], "parallel to serial": times["serial"] / times["parallel"]}
+    return {"milliseconds": times, "speed": {name: round(value, 2) for name, value in speeds.items()}}
+
+
+def start_up() -> dict[str, float]:
+    """Seconds from `import mytorch` to a first result and its gradient in fresh processes: the first with no compiled code, then with it."""
+
+    def seconds(environment: dict[str, str]) -> float:
+        return float(subprocess.run([sys.executable, "-c", FIRST_RESULT], env=environment, check=True, capture_output=True, text=True).stdout)
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"NUMBA_CACHE_DIR": folder}
+        cold = seconds(environment)
+        return {"seconds cold": round(cold, 2), "seconds warm": round(statistics.median(seconds(environment) for _ in range(5)), 2)}
+
+
+def attention_calls(causal: bool) -> Calls:
+    """Forward, and backward with the forward it needs."""
+    batch, heads, tokens, channels = ATTENTION
+    arrays = [np.random.default_rng(i).standard_normal((batch, tokens, heads, channels)).astype(np.float32) for i in range(4)]
+    ours = [Tensor.create(x, requires_grad=i < 3) for i, x in enumerate(arrays)]
+    theirs = [torch.tensor(x).transpose(1, 2).contiguous().requires_grad_(i < 3) for i, x in enumerate(arrays)]
+
+    def attend_torch() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*theirs[:3], is_causal=causal)
+
+    def attend() -> Tensor:
+        return ours[0].attention(*ours[1:3], causal=causal)
+
+    with torch.no_grad():
+        difference = np.abs(attend_torch().transpose(1, 2).numpy() - attend().numpy()).max()
+    if difference > 1e-4:
+        sys.exit(f"attention differs from torch's by {difference}")
+    return {
+        "mytorch forward": attend,
+        "torch forward": attend_torch,
+        "mytorch both": lambda: attend().backward(ours[3]),
+        "torch both": lambda: attend_torch().backward(theirs[3]),
+    }
+
+
+def attention(rounds: int) -> dict[str, Any]:
+    """Beside torch's scaled_dot_product_attention, with and without a causal mask; backward is both less forward."""
+    mytorch.set_cpu_backend("parallel")
+    found: dict[str, Any] = {}
+    for name, causal in (("full", False), ("causal", True)):
+        times = milliseconds(attention_calls(causal), rounds)
+        for side in ("mytorch", "torch"):
+            times[f"{side} backward"] = round(times[f"{side} both"] - times[f"{side} forward"], 3)
+        speeds = {direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2) for direction in ("forward", "backward", "both")}
+        found[name] = {"milliseconds": times, "speed": speeds}
+    return found
+
+
+def peak() -> int:
+    """The most memory this process has had, in KiB, as Linux counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def growth(backend: str) -> int:
+    """MiB by which this process's memory peaked in attention's forward and backward beyond what it had, gradients and result included."""
+    mytorch.set_cpu_backend(backend)
+    batch, heads, tokens, channels = ATTENTION
+    small = Tensor.randn((batch, 64, heads, channels), requires_grad=True)
+    small.attention(small, small).sum().backward()
+    q, k, v, grad = (Tensor.randn((batch, tokens, heads, channels), requires_grad=True) for _ in range(4))
+    before = peak()
+    q.attention(k, v).backward(grad)
+    return (peak() - before) // 1024
+
+
+def memory() -> dict[str, int]:
+    """Both backends' growth, each in a process of its own; the serial one is the plain formula."""
+    command = "import mytorch_cpu, sys; print(mytorch_cpu.growth(sys.argv[1]))"
+    folder = Path(__file__).parent
+
+    def measured(backend: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", command, backend], cwd=folder, check=True, capture_output=True, text=True).stdout)
+
+    return {name: measured(backend) for name, backend in (("tiled", "parallel"), ("plain formula", "serial"))}
+
+
+def environment(threads: int, command: str) -> dict[str, object]:
+    """Where the figures come from, and the command that repeats them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "threading": numba.threading_layer(),
+        "versions": {module.__name__: module.__version__ for module in (np, numba, torch)} | {"python": platform.python_version()},
+        "load": round(os.getloadavg()[0], 2),
+        "command": command,
+    }
+
+
+def rows(result: dict[str, Any], path: str = "") -> list[tuple[str, str]]:
+    """Nested figures as lines of a table."""
+    found = []
+    for name, value in result.items():
+        found += rows(value, f"{path}{name}, ") if isinstance(value, dict) else [(path + name, str(value))]
+    return found
+
+
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to save the figures")] = None,
+    threads: Annotated[int, typer.Option(help="of mytorch and of torch")] = 2,
+    rounds: Annotated[int, typer.Option(help="times each training step is taken; attention a tenth of it")] = 100,
+) -> None:
+    """Print the figures, and save them as JSON on request."""
+    mytorch.set_num_threads(threads)
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = {"training step of a CNN": cnn(rounds), "start-up": start_up(), "attention": attention(max(3, rounds // 10))}
+    result["attention's memory in MiB"] = memory()
+    result["environment"] = environment(threads, f"python benchmarks/mytorch_cpu.py --threads {threads} --rounds {rounds}")
+    table = Table("figure", "value", title="mytorch on the CPU")
+    for line in rows(result):
+        table.add_row(*line)
+    Console().print(table)
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

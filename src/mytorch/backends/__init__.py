@@ -1,0 +1,59 @@
+"""Devices by name, each in a file of its own, and which of the two CPU backends serves.
+
+A backend is imported when it is first needed: numba takes half a second, and torch and triton are for CUDA alone.
+"""
+
+import functools
+import importlib
+
+from mytorch.backends.base import Backend
+from mytorch.device import Device
+
+_FILES = {"serial": "SerialBackend", "parallel": "ParallelBackend", "cuda": "CudaBackend"}
+_cpu = "parallel"
+
+
+@functools.cache
+def load(name: str) -> Backend:
+    """The backend in the file of that name."""
+    if name not in _FILES:
+        raise ValueError(f"there is no backend {name!r}: expected one of {', '.join(_FILES)}")
+    return getattr(importlib.import_module(f"mytorch.backends.{name}"), _FILES[name])()
+
+
+def of(device: Device) -> Backend:
+    """The backend that computes on a device."""
+    return load(_cpu if device is Device.CPU else "cuda")
+
+
+def set_cpu_backend(name: str) -> None:
+    """Compute on the CPU with "parallel" (numba's threads; the default) or "serial" (NumPy). The results are equal but for rounding."""
+    global _cpu
+    if name not in ("serial", "parallel"):
+        raise ValueError(f"the CPU backend is 'serial' or 'parallel', not {name!r}")
+    _cpu = name
+
+
+def cpu_backend() -> str:
+    """The name of the backend that computes on the CPU."""
+    return _cpu
+
+
+def set_num_threads(count: int) -> None:
+    """Loops of the parallel backend run on this many threads, from 1 to as many as numba may start; BLAS's threads are set by its own variables."""
+    # The backend chooses which threads numba starts, which asking for their number does.
+    load("parallel")
+    import numba
+
+    most = numba.config.NUMBA_NUM_THREADS
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise ValueError(f"the number of threads is an integer from 1 to {most} (the cores, or NUMBA_NUM_THREADS where it is set), not {count!r}")
+    numba.set_num_threads(count)
+
+
+def get_num_threads() -> int:
+    """How many threads the parallel backend's loops run on."""
+    load("parallel")
+    import numba
+
+    return numba.get_num_threads()

@@ -1,0 +1,93 @@
+"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and axes that are one in memory."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from mytorch.backends.base import Shape
+from mytorch.dtypes import DType
+
+Array = torch.Tensor
+
+TORCH_TYPES = {np.dtype(name): getattr(torch, name) for name in ("float16", "float32", "float64", "int64", "bool")}
+NUMPY_TYPES = {found: name for name, found in TORCH_TYPES.items()}
+# What is added up, or compared, in which type.
+WIDE_TYPES = {torch.float16: torch.float32, torch.bool: torch.int32}
+ACCUMULATORS = {
+    torch.float16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int64: tl.int64,
+    torch.int32: tl.int32,
+    torch.bool: tl.int32,
+}
+
+# Where fewer programs than this would run, long sums are divided among more: about two for each processor of a large card. The same on every
+# card, so that a sum's order, and its result to the last bit, is too.
+ENOUGH_PROGRAMS = 256
+# Elements a program where each is computed by itself.
+BLOCK, BLOCK_WARPS = 2048, 8
+
+
+class Launcher:
+    """The base of the backend's parts."""
+
+    device: torch.device
+
+    def _launch(self, kernel: Any, grid: int, **arguments: Any) -> None:
+        """Run a kernel in as many programs; with none, nothing."""
+        raise NotImplementedError
+
+    def _launch_by_elements(self, kernel: Any, n: int, /, **arguments: Any) -> None:
+        """Run a kernel that has a block of n elements a program."""
+        grid = blocks(n, BLOCK)
+        self._launch(kernel, grid, n=n, BLOCK=BLOCK, WIDE=n >= 2**31 - BLOCK, num_warps=BLOCK_WARPS, **arguments)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """New memory in C order."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def dtype(self, x: Array) -> DType:
+        return NUMPY_TYPES[x.dtype]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that values are added up in."""
+    return WIDE_TYPES.get(dtype, dtype)
+
+
+def readable(x: Array) -> Array:
+    """What a kernel gets: bool as the bytes that it lies in memory as."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def blocks(count: int, block: int) -> int:
+    """How many blocks hold a count."""
+    return -(-count // block)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two that is not below a number, and at least 1."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=4096)
+def collapsed(shape: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
+    """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every array made one."""
+    sizes: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    for n, step in zip(shape, zip(*strides, strict=True), strict=True):
+        if n == 1:
+            continue
+        if sizes and all(before == after * n for before, after in zip(steps[-1], step, strict=True)):
+            sizes[-1], steps[-1] = sizes[-1] * n, step
+        else:
+            sizes.append(n)
+            steps.append(step)
+    if not sizes:
+        return (1,), ((0,),) * len(strides)
+    return tuple(sizes), tuple(zip(*steps, strict=True))

@@ -1,0 +1,110 @@
+"""Matrix products: tiles by type and size, leading axes folded into rows where one matrix serves all."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from mytorch.backends.gpu.elementwise import broadcast
+from mytorch.backends.gpu.kernels_matmul import mytorch_matmul_kernel
+from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, blocks, collapsed, wide
+from mytorch.backends.gpu.memory import Memory
+from mytorch.backends.gpu.reduce import Reduce
+
+# How matrix units multiply a type; those they do not take are multiplied element by element.
+PRECISIONS = {torch.float16: "ieee", torch.float32: "tf32x3"}
+
+
+class Tile(NamedTuple):
+    """Rows, columns and products a step; warps and stages of the pipeline."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+# By type, large tiles for results that have enough of them, and small ones.
+TILES = {
+    torch.float16: (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
+    torch.float32: (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+    torch.float64: (Tile(32, 32, 16, 8, 1), Tile(32, 32, 16, 8, 1)),
+    torch.int64: (Tile(32, 32, 16, 8, 1), Tile(32, 32, 16, 8, 1)),
+}
+# A part of a divided product has at least so many steps.
+LEAST_STEPS = 8
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(dtype: torch.dtype, batch: int, m: int, n: int) -> Tile:
+    """The large tile where it leaves no processor idle."""
+    large, small = TILES[dtype]
+    return large if batch * blocks(m, large.m) * blocks(n, large.n) >= ENOUGH_PROGRAMS // 2 else small
+
+
+def divide(programs: int, length: int, step: int) -> tuple[int, int]:
+    """Into how many parts a sum of a length, done in steps, is divided, and how long each is: more than one where there are few programs."""
+    steps = blocks(length, step)
+    wanted = min(blocks(ENOUGH_PROGRAMS, max(1, programs)), steps // LEAST_STEPS)
+    chunk = blocks(steps, max(1, wanted)) * step
+    return max(1, blocks(length, max(1, chunk))), chunk
+
+
+class Matrix(Reduce, Memory):
+    """The protocol's matrix products."""
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        leading = broadcast(tuple(x.shape[:-2]), tuple(y.shape[:-2]))
+        shape = (*leading, x.shape[-2], y.shape[-1])
+        if y.dim() == 2 and x.dim() > 2 and x.is_contiguous() and x.numel():
+            x = x.view(-1, x.shape[-1])
+        out = self._product(x, y, None)
+        return out.view(shape)
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        return self._product(x, weight, bias if bias is None else self._contiguous(bias))
+
+    def _product(self, x: Array, y: Array, bias: Array | None) -> Array:
+        """`[batch, M, N]`, or `[M, N]` where there is no batch."""
+        leading = broadcast(tuple(x.shape[:-2]), tuple(y.shape[:-2]))
+        m, k, n = x.shape[-2], x.shape[-1], y.shape[-1]
+        batch = math.prod(leading)
+        sides = x.expand(*leading, m, k), y.expand(*leading, k, n)
+        batch_sizes, (x_batch, y_batch) = collapsed(leading, *(side.stride()[:-2] for side in sides))
+        tile = choose_tile(x.dtype, batch, m, n)
+        tiles_m, tiles_n = blocks(m, tile.m), blocks(n, tile.n)
+        programs = batch * tiles_m * tiles_n
+        parts, chunk = (1, k) if bias is not None else divide(programs, k, tile.k)
+        out = self._empty((*leading, m, n), x.dtype) if parts == 1 else self._empty((parts, *leading, m, n), wide(x.dtype))
+        self._launch(
+            mytorch_matmul_kernel,
+            programs * parts,
+            x=x,
+            y=y,
+            bias=bias,
+            out=out,
+            batch_sizes=batch_sizes,
+            x_batch=x_batch,
+            y_batch=y_batch,
+            x_strides=x.stride()[-2:],
+            y_strides=y.stride()[-2:],
+            n_batch=batch,
+            M=m,
+            N=n,
+            K=k,
+            chunk=chunk,
+            tiles_m=tiles_m,
+            tiles_n=tiles_n,
+            NDIM=len(batch_sizes),
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            ACC=ACCUMULATORS[x.dtype],
+            PRECISION=PRECISIONS.get(x.dtype),
+            DIVIDED=parts > 1,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out if parts == 1 else self._sum_parts(out, x.dtype)

@@ -1,0 +1,135 @@
+"""The methods of a tensor that go element by element, and Python's operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mytorch import dtypes, random
+from mytorch.autograd import repeated_axes
+from mytorch.ops import elementwise
+
+if TYPE_CHECKING:
+    from mytorch.tensor import Tensor
+
+Scalar = int | float | bool
+
+
+class Operators:
+    """Part of Tensor."""
+
+    # Equality is element by element: as a key, a tensor is itself.
+    __hash__ = object.__hash__
+
+    def _pair(self: Any, other: Any, divides: bool = False) -> tuple[Tensor, Tensor]:
+        """This and another, of one type: a Python number takes the tensor's, but a float makes integers fp32, as division does."""
+        if not isinstance(other, Operators):
+            if not isinstance(other, int | float | np.generic):
+                raise TypeError(f"a tensor combines with tensors and numbers, not with {type(other).__name__}")
+            kind = dtypes.float32 if isinstance(other, float) else dtypes.bool_ if isinstance(other, bool) else dtypes.int64
+            dtype = self.dtype if dtypes.is_float(self.dtype) else dtypes.promote(self.dtype, kind)
+            other = type(self)._wrap(self._backend.full((), other, dtype), self._device)
+        dtype = dtypes.promote(self.dtype, other.dtype)
+        if divides and not dtypes.is_float(dtype):
+            dtype = dtypes.float32
+        if repeated_axes(self.shape, other.shape) is None and repeated_axes(other.shape, self.shape) is None:
+            try:
+                np.broadcast_shapes(self.shape, other.shape)
+            except ValueError:
+                raise ValueError(
+                    f"shapes {list(self.shape)} and {list(other.shape)} do not broadcast: each axis, from the last, must be equal or 1"
+                ) from None
+        return self.astype(dtype), other.astype(dtype)
+
+    def _float(self: Any) -> Tensor:
+        return self if dtypes.is_float(self.dtype) else self.astype(dtypes.float32)
+
+    def __add__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Add().apply(*self._pair(other))
+
+    def __sub__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Sub().apply(*self._pair(other))
+
+    def __rsub__(self: Any, other: Scalar) -> Tensor:
+        return elementwise.Sub().apply(*self._pair(other)[::-1])
+
+    def __mul__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Mul().apply(*self._pair(other))
+
+    def __truediv__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Div().apply(*self._pair(other, divides=True))
+
+    def __rtruediv__(self: Any, other: Scalar) -> Tensor:
+        return elementwise.Div().apply(*self._pair(other, divides=True)[::-1])
+
+    def __pow__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Pow().apply(*self._pair(other))
+
+    def __rpow__(self: Any, other: Scalar) -> Tensor:
+        return elementwise.Pow().apply(*self._pair(other)[::-1])
+
+    def __neg__(self: Any) -> Tensor:
+        return elementwise.Neg().apply(self)
+
+    def __eq__(self: Any, other: object) -> Any:
+        if not isinstance(other, Operators | int | float):
+            return NotImplemented
+        return elementwise.Compare("eq").apply(*self._pair(other))
+
+    def __lt__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Compare("lt").apply(*self._pair(other))
+
+    def __gt__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return elementwise.Compare("gt").apply(*self._pair(other))
+
+    add, sub, mul, div, pow, neg = __add__, __sub__, __mul__, __truediv__, __pow__, __neg__
+    __radd__, __rmul__ = __add__, __mul__
+
+    def exp(self: Any) -> Tensor:
+        """e to the power of each."""
+        return elementwise.Unary("exp").apply(self._float())
+
+    def log(self: Any) -> Tensor:
+        """The natural logarithm."""
+        return elementwise.Unary("log").apply(self._float())
+
+    def sqrt(self: Any) -> Tensor:
+        """The square root."""
+        return elementwise.Unary("sqrt").apply(self._float())
+
+    def tanh(self: Any) -> Tensor:
+        """The hyperbolic tangent."""
+        return elementwise.Unary("tanh").apply(self._float())
+
+    def sigmoid(self: Any) -> Tensor:
+        """1 / (1 + exp(-x))."""
+        return elementwise.Unary("sigmoid").apply(self._float())
+
+    def relu(self: Any) -> Tensor:
+        """The positive part."""
+        return elementwise.Unary("relu").apply(self._float())
+
+    def gelu(self: Any) -> Tensor:
+        """GELU, in its tanh form."""
+        return elementwise.Unary("gelu").apply(self._float())
+
+    def silu(self: Any) -> Tensor:
+        """x * sigmoid(x)."""
+        return elementwise.Unary("silu").apply(self._float())
+
+    def where(self: Any, x: Tensor | Scalar, y: Tensor | Scalar) -> Tensor:
+        """X where this bool tensor is true, else y; one of them at least is a tensor."""
+        if isinstance(x, Operators):
+            left, right = x._pair(y)
+        elif isinstance(y, Operators):
+            right, left = y._pair(x)
+        else:
+            raise TypeError("where() wants a tensor among what it chooses from")
+        return elementwise.Where().apply(self.astype(dtypes.bool_), left, right)
+
+    def dropout(self: Any, p: float = 0.5, training: bool = True) -> Tensor:
+        """0 with probability p and the rest divided by 1 - p, in training; otherwise as it is."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout's p is a probability, not {p}")
+        return elementwise.Dropout(p, random.next_seed()).apply(self) if training and p > 0 else self

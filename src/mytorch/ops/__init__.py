@@ -1,0 +1,1 @@
+"""Every operation, as a `Function`: its result and its gradients in terms of a backend's protocol."""

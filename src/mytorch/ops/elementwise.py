@@ -1,0 +1,159 @@
+"""Element by element: what each operation is called in a backend, and its gradient."""
+
+from mytorch.autograd import Function
+from mytorch.backends.base import Array
+from mytorch.dtypes import DType
+
+# name -> which of the input x and the output y the gradient needs, and the function of (grad, that) which it is.
+GRADIENTS = {
+    "exp": ("y", "mul"),
+    "log": ("x", "div"),
+    "sqrt": ("y", "sqrt_grad"),
+    "tanh": ("y", "tanh_grad"),
+    "sigmoid": ("y", "sigmoid_grad"),
+    "relu": ("y", "relu_grad"),
+    "gelu": ("x", "gelu_grad"),
+    "silu": ("x", "silu_grad"),
+}
+
+
+class Unary(Function):
+    """A function of one tensor, from GRADIENTS."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _forward(self, x: Array) -> Array:
+        y = self.backend.unary(self.name, x)
+        self.save(x if GRADIENTS[self.name][0] == "x" else y)
+        return y
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.binary(GRADIENTS[self.name][1], grad, *self.saved)
+
+
+class Neg(Function):
+    """-x."""
+
+    def _forward(self, x: Array) -> Array:
+        return self.backend.unary("neg", x)
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.unary("neg", grad)
+
+
+class Add(Function):
+    """x + y."""
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        return self.backend.binary("add", x, y)
+
+    def _backward(self, grad: Array) -> tuple[Array, Array]:
+        return grad, grad
+
+
+class Sub(Function):
+    """x - y."""
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        return self.backend.binary("sub", x, y)
+
+    def _backward(self, grad: Array) -> tuple[Array, Array | None]:
+        return grad, self.backend.unary("neg", grad) if self.needs[1] else None
+
+
+class Mul(Function):
+    """x * y."""
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        self.save(x, y)
+        return self.backend.binary("mul", x, y)
+
+    def _backward(self, grad: Array) -> tuple[Array | None, Array | None]:
+        x, y = self.saved
+        return (
+            self.backend.binary("mul", grad, y) if self.needs[0] else None,
+            self.backend.binary("mul", grad, x) if self.needs[1] else None,
+        )
+
+
+class Div(Function):
+    """x / y."""
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        out = self.backend.binary("div", x, y)
+        self.save(y, out)
+        return out
+
+    def _backward(self, grad: Array) -> tuple[Array, Array | None]:
+        y, out = self.saved
+        by_x = self.backend.binary("div", grad, y)
+        return by_x, self.backend.unary("neg", self.backend.binary("mul", by_x, out)) if self.needs[1] else None
+
+
+class Pow(Function):
+    """x ** y."""
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        out = self.backend.binary("pow", x, y)
+        self.save(x, y, out)
+        return out
+
+    def _backward(self, grad: Array) -> tuple[Array | None, Array | None]:
+        x, y, out = self.saved
+        b = self.backend
+        return (
+            b.binary("mul", grad, b.binary("pow_base", x, y)) if self.needs[0] else None,
+            b.binary("mul", grad, b.binary("pow_exponent", x, out)) if self.needs[1] else None,
+        )
+
+
+class Compare(Function):
+    """x == y, x < y or x > y, by name; has no gradient."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _forward(self, x: Array, y: Array) -> Array:
+        return self.backend.binary(self.name, x, y)
+
+
+class Where(Function):
+    """X where condition, else y."""
+
+    def _forward(self, condition: Array, x: Array, y: Array) -> Array:
+        self.save(condition)
+        return self.backend.where(condition, x, y)
+
+    def _backward(self, grad: Array) -> tuple[None, Array, Array]:
+        (condition,) = self.saved
+        zero = self.backend.full((), 0, self.backend.dtype(grad))
+        return None, self.backend.where(condition, grad, zero), self.backend.where(condition, zero, grad)
+
+
+class Cast(Function):
+    """Another element type; the gradient goes back in the old one."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype
+
+    def _forward(self, x: Array) -> Array:
+        return self.backend.cast(x, self.dtype)
+
+    def _backward(self, grad: Array) -> Array:
+        return grad
+
+
+class Dropout(Function):
+    """Zero with probability p, the rest scaled so that the mean stays."""
+
+    def __init__(self, p: float, seed: int) -> None:
+        self.p, self.seed = p, seed
+
+    def _forward(self, x: Array) -> Array:
+        mask = self.backend.dropout_mask(tuple(x.shape), self.p, self.seed, self.backend.dtype(x))
+        self.save(mask)
+        return self.backend.binary("mul", x, mask)
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.binary("mul", grad, *self.saved)

@@ -1,0 +1,63 @@
+"""The same elements in another arrangement, or some of them."""
+
+from mytorch.autograd import Function
+from mytorch.backends.base import Array, Key, Shape
+
+
+class Reshape(Function):
+    """Another shape of as many elements."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def _forward(self, x: Array) -> Array:
+        self.before: Shape = tuple(x.shape)
+        return self.backend.reshape(x, self.shape)
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.reshape(grad, self.before)
+
+
+class Permute(Function):
+    """Axes in another order."""
+
+    def __init__(self, axes: Shape) -> None:
+        self.axes = axes
+
+    def _forward(self, x: Array) -> Array:
+        return self.backend.permute(x, self.axes)
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.permute(grad, sorted(range(len(self.axes)), key=self.axes.__getitem__))
+
+
+class Slice(Function):
+    """Basic indexing: integers and slices of positive step."""
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+
+    def _forward(self, x: Array) -> Array:
+        self.before: Shape = tuple(x.shape)
+        return self.backend.slice(x, self.key)
+
+    def _backward(self, grad: Array) -> Array:
+        return self.backend.slice_grad(grad, self.key, self.before)
+
+
+class Cat(Function):
+    """Tensors one after the other along an axis."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def _forward(self, *arrays: Array) -> Array:
+        self.lengths = [x.shape[self.axis] for x in arrays]
+        return self.backend.cat(arrays, self.axis)
+
+    def _backward(self, grad: Array) -> tuple[Array, ...]:
+        parts, start = [], 0
+        for length in self.lengths:
+            parts.append(self.backend.slice(grad, (slice(None),) * self.axis + (slice(start, start + length),)))
+            start += length
+        return tuple(parts)

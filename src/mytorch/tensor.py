@@ -1,0 +1,207 @@
+"""Tensors: an array on a device, and where it came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mytorch import backends, dtypes, random
+from mytorch.autograd import Function, run_backward
+from mytorch.backends.base import Array, Backend, Shape
+from mytorch.device import Device
+from mytorch.dtypes import DType
+from mytorch.methods import Methods
+from mytorch.operators import Operators, Scalar
+from mytorch.ops import elementwise
+
+
+class Tensor(Operators, Methods):
+    """A multi-dimensional array on a device, which may ask for its gradient. Made by its static methods, not by calling the class."""
+
+    _data: Array
+    _device: Device
+    _requires_grad: bool
+    _grad: Tensor | None
+    _node: Function | None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError("a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, not by calling Tensor")
+
+    @staticmethod
+    def _wrap(data: Array, device: Device, requires_grad: bool = False, node: Function | None = None) -> Tensor:
+        self = object.__new__(Tensor)
+        self._data, self._device, self._requires_grad, self._node, self._grad = data, device, requires_grad, node, None
+        if requires_grad and not dtypes.is_float(self.dtype):
+            raise TypeError(f"only floating-point tensors can require a gradient, this one is {self.dtype}")
+        return self
+
+    # Factories.
+
+    @staticmethod
+    def create(
+        data: Any, shape: Sequence[int] | None = None, requires_grad: bool = False, *, dtype: Any = None, device: Device = Device.CPU
+    ) -> Tensor:
+        """A copy of numbers, nested lists or a NumPy array, under a shape of as many elements. Python's floats become fp32."""
+        if isinstance(data, Tensor):
+            data = data.numpy()
+        array = dtypes.supported(data)
+        if dtype is not None:
+            array = array.astype(dtypes.check(dtype))
+        if shape is not None:
+            if math.prod(shape) != array.size:
+                raise ValueError(f"{array.size} numbers do not fill the shape {list(shape)}, which has {math.prod(shape)}")
+            array = array.reshape(tuple(shape))
+        return Tensor._wrap(backends.of(device).from_numpy(array), device, requires_grad)
+
+    @staticmethod
+    def from_numpy(array: np.ndarray, requires_grad: bool = False, *, device: Device = Device.CPU) -> Tensor:
+        """A copy of a NumPy array, in its type."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"from_numpy takes a NumPy array, not {type(array).__name__}: use Tensor.create")
+        return Tensor.create(array, None, requires_grad, device=device)
+
+    @staticmethod
+    def zeros(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+        """All 0."""
+        return Tensor._wrap(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
+
+    @staticmethod
+    def ones(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+        """All 1."""
+        return Tensor._wrap(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
+
+    @staticmethod
+    def randn(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+        """Normal numbers of mean 0 and variance 1; `mytorch.manual_seed` decides which, on every device the same."""
+        return Tensor.create(random.generator().standard_normal(tuple(shape)), None, requires_grad, dtype=dtype, device=device)
+
+    @staticmethod
+    def arange(start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None, device: Device = Device.CPU) -> Tensor:
+        """From start (0 where one number is given) up to stop, which is left out: int64 for integers, else fp32."""
+        found = np.arange(0 if stop is None else start, start if stop is None else stop, step)
+        if dtype is None:
+            dtype = dtypes.int64 if found.dtype.kind == "i" else dtypes.float32
+        return Tensor.create(found, dtype=dtype, device=device)
+
+    # What it is.
+
+    @property
+    def shape(self) -> Shape:
+        """The length of each axis."""
+        return tuple(self._data.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def strides(self) -> Shape:
+        """Elements from one index to the next along each axis."""
+        return self._backend.strides(self._data)
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+        return self._backend.dtype(self._data)
+
+    @property
+    def device(self) -> Device:
+        """Where the memory is."""
+        return self._device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether `backward` computes its gradient, and goes through it."""
+        return self._requires_grad
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What `backward` has added up, for a tensor that was not computed from others."""
+        return self._grad
+
+    def set_grad(self, grad: Tensor | None) -> None:
+        """Replace the gradient by one on the same device and of the same shape; None clears it."""
+        if grad is not None and (grad.device is not self.device or grad.shape != self.shape):
+            raise ValueError(
+                f"a gradient must be like its tensor: expected shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on {grad.device}"
+            )
+        self._grad = None if grad is None else grad.detach()
+
+    @property
+    def _backend(self) -> Backend:
+        return backends.of(self._device)
+
+    def numpy(self) -> np.ndarray:
+        """A copy as a NumPy array."""
+        return self._backend.to_numpy(self._data)
+
+    data_cpu = numpy
+
+    def item(self) -> Scalar:
+        """The one element, as a Python number."""
+        if self.size != 1:
+            raise ValueError(f"item() wants one element, and there are {self.size} in shape {list(self.shape)}")
+        return self.numpy().reshape(()).item()
+
+    def data_ptr(self) -> int:
+        """The address of the first element, to read."""
+        return self._backend.data_ptr(self._data)
+
+    def mutable_data_ptr(self) -> int:
+        """The address of the first element, to write to; refused where elements share memory or a recorded operation may still need them."""
+        if any(stride == 0 and n > 1 for stride, n in zip(self.strides, self.shape, strict=True)):
+            raise ValueError(f"several elements of this tensor share memory (strides {list(self.strides)}): copy it before writing")
+        if self._node is not None:
+            raise ValueError("this tensor is part of a graph, which would not notice the change: write to its detach()")
+        return self._backend.data_ptr(self._data)
+
+    def to(self, device: Device) -> Tensor:
+        """On another device, with the same shape and requires_grad, as a tensor of its own; on the same device, itself."""
+        if device is self._device:
+            return self
+        return Tensor._wrap(backends.of(device).from_numpy(self.numpy()), device, self._requires_grad)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """In another element type; the gradient comes back through it."""
+        found = dtypes.check(dtype)
+        return self if found == self.dtype else elementwise.Cast(found).apply(self)
+
+    def detach(self) -> Tensor:
+        """The same memory, without a history."""
+        return Tensor._wrap(self._data, self._device)
+
+    def __repr__(self) -> str:
+        numbers = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", precision=4, threshold=64)
+        extra = f", dtype={self.dtype}" + (f", device={self.device}" if self.device is not Device.CPU else "")
+        extra += f", node={type(self._node).__name__}" if self._node else ", requires_grad=True" if self._requires_grad else ""
+        return f"Tensor({numbers}, shape={list(self.shape)}{extra})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without axes has no length")
+        return self.shape[0]
+
+    # Gradients.
+
+    def backward(self, grad: Tensor | None = None) -> None:
+        """Add to `grad` of every leaf this was computed from; without an argument, for one element, whose gradient is 1. Frees the graph."""
+        if not self._requires_grad:
+            raise RuntimeError("this tensor requires no gradient, and nothing it was computed from does: give a leaf requires_grad=True")
+        if grad is None:
+            if self.size != 1:
+                raise ValueError(f"backward() without a gradient wants one element, and there are {self.size}: give a gradient of its shape")
+            run_backward(self, self._backend.full(self.shape, 1, self.dtype))
+            return
+        if grad.device is not self.device or grad.shape != self.shape:
+            raise ValueError(f"expected a gradient of shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on {grad.device}")
+        run_backward(self, self._backend.cast(grad._data, self.dtype))
+
+    def _accumulate(self, grad: Array) -> None:
+        """Add to grad, in memory of its own: what comes may be other tensors' gradient too."""
+        if self._requires_grad:
+            found = self._backend.copy(grad) if self._grad is None else self._backend.binary("add", self._grad._data, grad)
+            self._grad = Tensor._wrap(found, self._device)

@@ -1,0 +1,228 @@
+"""The graph: what is recorded, in which order it is walked, that gradients are nobody else's memory, and what is freed."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from against_torch import compare, each_backend, normal, on
+
+import mytorch
+from mytorch import Function, Tensor, gradcheck, no_grad
+
+
+@pytest.fixture(autouse=True)
+def serial():
+    with on("serial"):
+        yield
+
+
+def leaf(*numbers):
+    return Tensor.create(list(numbers), requires_grad=True)
+
+
+def test_a_tensor_used_many_times_adds_up():
+    x = leaf(1.0, -2.0)
+    (x + x).backward(Tensor.create([1.0, 10.0]))
+    assert x.grad.numpy().tolist() == [2.0, 20.0]
+    y = x * x
+    (y * y + y * x + x).sum().backward()
+    assert x.grad.numpy().tolist() == [2 + 4 + 3 + 1, 20 - 32 + 12 + 1]
+
+
+def test_gradients_share_no_memory():
+    x, y = leaf(1.0, 2.0), leaf(3.0, 4.0)
+    incoming = Tensor.ones((2,))
+    (x + y).backward(incoming)
+    pointers = {tensor.data_ptr() for tensor in (x.grad, y.grad, incoming)}
+    assert len(pointers) == 3
+    before = x.grad
+    (x * 2).sum().backward()
+    assert before.numpy().tolist() == [1.0, 1.0]
+    assert x.grad.numpy().tolist() == [3.0, 3.0]
+
+
+def test_a_leaf_itself():
+    x = leaf(5.0)
+    x.backward()
+    assert x.grad.numpy().tolist() == [1.0]
+
+
+def test_views_pass_gradients_back():
+    x = Tensor.randn((2, 3), requires_grad=True)
+    (x.T[1:].reshape(4)[::2] * Tensor.create([1.0, 10.0])).sum().backward()
+    assert x.grad.numpy().tolist() == [[0, 1, 10], [0, 0, 0]]
+
+
+def test_a_diamond_is_walked_once_for_each_node():
+    """2 ** 60 paths lead through it."""
+    x = leaf(1.0)
+    y = x
+    for _ in range(60):
+        y = y * 0.5 + y * 0.5
+    y.sum().backward()
+    assert x.grad.numpy().tolist() == [1.0]
+
+
+def test_graphs_may_be_deep():
+    x = leaf(1.0)
+    y = x
+    for _ in range(30000):
+        y = y + 0.0
+    y.sum().backward()
+    assert x.grad.item() == 1.0
+    y = x
+    for _ in range(30000):
+        y = y + 0.0
+    # Without a backward, letting go of it must not recurse either.
+    del y
+    gc.collect()
+
+
+def test_the_graph_is_freed():
+    x = Tensor.randn((3,), requires_grad=True)
+    y = x.exp()
+    kept = weakref.ref(y)
+    z = (y * y).sum()
+    del y
+    z.backward()
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+        z.backward()
+
+
+def test_a_shared_part_that_was_freed_is_an_error():
+    x = leaf(2.0)
+    y = x * x
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+        (y * 3).sum().backward()
+
+
+def test_release_saved_inputs():
+    x = leaf(2.0)
+    y = x * x
+    y._node.release_saved_inputs()
+    with pytest.raises(RuntimeError, match="released"):
+        _ = y._node.saved
+    with pytest.raises(RuntimeError, match="freed"):
+        y.backward()
+
+
+def test_no_grad():
+    x = leaf(1.0)
+    with no_grad():
+        y = x * 2
+    assert not y.requires_grad
+    with pytest.raises(RuntimeError, match="requires no gradient"):
+        y.backward()
+
+    @no_grad()
+    def double(z):
+        return z * 2
+
+    assert not double(x).requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_detach_and_what_needs_none():
+    x, y = leaf(2.0), leaf(3.0)
+    (x.detach() * y).sum().backward()
+    assert x.grad is None
+    assert y.grad.numpy().tolist() == [2.0]
+    (x * Tensor.create([5.0])).sum().backward()
+    assert x.grad.numpy().tolist() == [5.0]
+
+
+def test_a_gradient_is_wanted_for_more_than_one_element():
+    x = leaf(1.0, 2.0)
+    with pytest.raises(ValueError, match="wants one element, and there are 2"):
+        (x * 2).backward()
+    with pytest.raises(ValueError, match=r"expected a gradient of shape \[2\] on cpu, got \[3\]"):
+        (x * 2).backward(Tensor.ones((3,)))
+
+
+class Square(Function):
+    def _forward(self, x):
+        self.save(x)
+        return self.backend.binary("mul", x, x)
+
+    def _backward(self, grad):
+        (x,) = self.saved
+        return self.backend.binary("mul", grad, self.backend.binary("add", x, x))
+
+
+class WrongSquare(Square):
+    def _backward(self, grad):
+        (x,) = self.saved
+        return self.backend.binary("mul", grad, x)
+
+
+@each_backend
+def test_an_operation_of_ones_own(backend):
+    compare(backend, lambda x: Square().apply(x) * 3, lambda x: x * x * 3, normal(3, 4))
+
+
+def test_gradcheck_tells_right_from_wrong():
+    x = Tensor.randn((2, 3), requires_grad=True, dtype="float64")
+    assert gradcheck(lambda x: Square().apply(x), [x])
+    with pytest.raises(AssertionError, match=r"input 0 at \[0, 0\]: backward gives"):
+        gradcheck(lambda x: WrongSquare().apply(x), [x])
+    with pytest.raises(AssertionError, match="input 1"):
+        gradcheck(lambda x, y: x * y.detach(), [x, Tensor.randn((3,), requires_grad=True, dtype="float64")])
+    with pytest.raises(TypeError, match="float64, input 0 is float32"):
+        gradcheck(lambda x: x, [leaf(1.0)])
+    with pytest.raises(ValueError, match="at least one input"):
+        gradcheck(lambda x: x, [x.detach()])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda self, grad: (grad, grad), "gave 2 gradients for 1 inputs"),
+        (lambda self, grad: self.backend.full((7,), 1, mytorch.float32), r"gradient of shape \[7\] for an input of shape \[2\]"),
+    ],
+)
+def test_a_wrong_backward_is_named(given, message):
+    broken = type("Broken", (Square,), {"_backward": given})
+    with pytest.raises(RuntimeError, match=f"Broken._backward {message}|Broken._backward gave a {message}"):
+        broken().apply(leaf(1.0, 2.0)).backward(Tensor.ones((2,)))
+
+
+def test_what_is_not_implemented_is_named():
+    with pytest.raises(NotImplementedError, match="Function must implement _forward"):
+        Function().apply(leaf(1.0))
+    with pytest.raises(TypeError, match="takes tensors, not float"):
+        Square().apply(1.0)
+    with pytest.raises(NotImplementedError, match="Compare must implement _backward"):
+        Function._backward(mytorch.ops.elementwise.Compare("eq"), np.ones(1))
+
+
+GRADCHECKED = {
+    "elementwise": (lambda x, y: (x * y).tanh() + x.exp() / (y * y + 1) - x.gelu() * y.silu() + x.sigmoid(), (3, 4), (4,)),
+    "powers": (lambda x, y: (x * x + 0.5) ** y + (x * x + 1).sqrt() + (y * y + 1).log(), (3, 2), (3, 1)),
+    "reductions": (lambda x, y: x.sum(1) * y.mean() + x.max(1), (3, 4), (3,)),
+    "arrangement": (lambda x, y: mytorch.cat([x.T[1:], y.reshape(3, 2)], axis=1).permute(1, 0), (2, 4), (6,)),
+    "matrices": (lambda x, y: (x @ y).relu() + x.linear(y), (2, 3), (3, 4)),
+    "rows": (lambda x, y: x.softmax(0) + x.log_softmax() * y.layer_norm(y[0], y[1]), (3, 4), (3, 4)),
+    "images": (lambda x, y: x.conv2d(y, stride=(1, 2), padding=1).max_pool2d(2, 1), (2, 2, 5, 6), (3, 2, 3, 2)),
+    "attention": (lambda x, y: x.attention(y, y * 2, causal=True), (1, 5, 4, 3), (1, 6, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("backend", ["serial", "parallel"])
+@pytest.mark.parametrize("name", GRADCHECKED)
+def test_gradcheck(name, backend):
+    function, *shapes = GRADCHECKED[name]
+    with on(backend):
+        mytorch.manual_seed(0)
+        assert gradcheck(function, [Tensor.randn(shape, requires_grad=True, dtype="float64") for shape in shapes])
+
+
+def test_gradcheck_by_number():
+    with on("serial"):
+        x = Tensor.randn((4, 3), requires_grad=True, dtype="float64")
+        places = Tensor.create([[1, 0, 3], [1, 1, 2]])
+        assert gradcheck(lambda x: x.gather(0, places) + x.embedding(places).sum(2)[:, :3], [x])
+        assert gradcheck(lambda x: (x > 0).where(x * x, x.exp()), [x])

@@ -1,0 +1,33 @@
+"""The CUDA backend's kernels compiled for GPUs that are not here: they fit, and spill nothing to speak of; what multiplies, on Hopper, nothing."""
+
+from pathlib import Path
+
+import pytest
+from compiling import compiled
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+MULTIPLYING = ("matmul", "conv2d", "conv2d_grad_input", "conv2d_grad_weight")
+OTHERS = (
+    *("unary", "binary", "where", "copy", "fill", "dropout", "reduce", "softmax", "softmax_grad", "layer_norm", "layer_norm_grad"),
+    *("layer_norm_columns", "take", "take_grad", "gather", "gather_grad", "max_pool2d", "max_pool2d_grad", "sgd", "adam"),
+)
+
+
+def check(architecture: int, dtype: str, which: str, expected: tuple[str, ...]) -> None:
+    kernels = compiled(SCRIPT, architecture, dtype, which)
+    assert {f"mytorch_{name}_kernel" for name in expected} <= {kernel["name"] for kernel in kernels}
+    for kernel in kernels:
+        assert not kernel["wgmma_serialised"], kernel
+        multiplies = any(part in kernel["name"] for part in ("matmul", "conv2d"))
+        assert kernel["spilled"] <= ((0 if architecture == 90 else 128) if multiplies else 16), kernel
+
+
+def test_hopper():
+    check(90, "float32", "main", MULTIPLYING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_kernel(architecture, dtype):
+    check(architecture, dtype, "all", (*MULTIPLYING, *OTHERS))
