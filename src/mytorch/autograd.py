@@ -49,6 +49,7 @@ class Function:
     # For each input, whether its gradient is wanted: a costly one that is not need not be computed.
     needs: tuple[bool, ...] = ()
     _saved: tuple[Any, ...] | None = ()
+    _versions: tuple[int, ...] = ()
 
     def _forward(self, *arrays: Array) -> Array:
         """The result, from the inputs' arrays."""
@@ -84,13 +85,15 @@ class Function:
         if len(devices) != 1:
             where = ", ".join(f"{list(x.shape)} on {x.device}" for x in inputs)
             raise ValueError(f"{type(self).__name__} needs tensors on one device, got {where or 'none'}: move them with .to(device)")
+        if "backend" in vars(self):
+            raise RuntimeError(f"this {type(self).__name__} has been applied already: make another, for each holds what its own backward needs")
         device = devices.pop()
         self.backend = backends.of(device)
         self.needs = tuple(_recording.get() and x.requires_grad for x in inputs)
         out = self._forward(*(x._data for x in inputs))
         recorded = any(self.needs) and is_float(self.backend.dtype(out))
         if recorded:
-            self.inputs = inputs
+            self.inputs, self._versions = inputs, tuple(x._version for x in inputs)
         else:
             self._saved = None
         return Tensor._wrap(out, device, recorded, self if recorded else None)
@@ -99,6 +102,11 @@ class Function:
         """The gradient of each input, in its own shape and type: broadcasting is undone here, for every operation."""
         if self._saved is None:
             raise RuntimeError(f"the graph through {type(self).__name__} was freed by an earlier backward: run the forward pass again")
+        if tuple(x._version for x in self.inputs) != self._versions:
+            raise RuntimeError(
+                f"an input of {type(self).__name__} was changed after it ran (by an optimiser's step, load_state_dict or its pointer): its gradient "
+                "would be wrong. Go back through every graph before the change, or run the forward pass again"
+            )
         found = self._backward(grad)
         gradients = found if isinstance(found, tuple) else (found,)
         if len(gradients) != len(self.inputs):

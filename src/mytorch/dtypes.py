@@ -34,12 +34,11 @@ def check(dtype: Any) -> DType:
     return found
 
 
-def supported(data: Any) -> np.ndarray:
-    """Data as a NumPy array of one of the five types: other integers become int64; lists of Python floats, fp32."""
-    if isinstance(data, np.ndarray | np.generic):
-        x = np.asarray(data)
-        return x.astype(np.int64) if x.dtype.kind in "iu" else x.astype(check(x.dtype), copy=False)
+def supported(data: Any, dtype: Any = None) -> np.ndarray:
+    """Data as a NumPy array of a type; without one, of its own: other integers become int64, Python's floats fp32."""
     x = np.asarray(data)
-    if x.dtype.kind == "f":
-        return x.astype(np.float32)
-    return x.astype(np.int64) if x.dtype.kind in "iu" else x.astype(check(x.dtype), copy=False)
+    if dtype is not None:
+        return x.astype(check(dtype))
+    if x.dtype.kind in "iu":
+        return x.astype(np.int64)
+    return x.astype(np.float32) if x.dtype.kind == "f" and not isinstance(data, np.ndarray | np.generic) else x.astype(check(x.dtype), copy=False)

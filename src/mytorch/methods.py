@@ -243,9 +243,10 @@ class Methods:
             and k.shape[1:3] == v.shape[1:3]
             and self.shape[3] == k.shape[3]
             and k.shape[2] > 0
+            and k.shape[3] > 0
             and self.shape[2] % k.shape[2] == 0
         )
         if not right:
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", self), ("k", k), ("v", v)))
-            raise ValueError(f"attention wants q [B, Tq, Hq, D], k [B, Tk, Hk, D] and v [B, Tk, Hk, Dv], Hq a multiple of Hk, got {shapes}")
+            raise ValueError(f"attention wants q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], Hq a multiple of Hk, D above 0, got {shapes}")
         return attention.Attention(causal, self.shape[3] ** -0.5 if scale is None else scale).apply(self, k, v)

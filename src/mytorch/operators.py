@@ -21,11 +21,15 @@ class Operators:
 
     # Equality is element by element: as a key, a tensor is itself.
     __hash__ = object.__hash__
+    # NumPy's arrays and numbers leave operators with a tensor to the tensor.
+    __array_ufunc__ = None
 
     def _pair(self: Any, other: Any, divides: bool = False) -> tuple[Tensor, Tensor]:
         """This and another, of one type: a Python number takes the tensor's, but a float makes integers fp32, as division does."""
         if not isinstance(other, Operators):
-            if not isinstance(other, int | float | np.generic):
+            if isinstance(other, np.generic):
+                other = other.item()
+            if not isinstance(other, int | float):
                 raise TypeError(f"a tensor combines with tensors and numbers, not with {type(other).__name__}")
             kind = dtypes.float32 if isinstance(other, float) else dtypes.bool_ if isinstance(other, bool) else dtypes.int64
             dtype = self.dtype if dtypes.is_float(self.dtype) else dtypes.promote(self.dtype, kind)
@@ -73,15 +77,33 @@ class Operators:
         return elementwise.Neg().apply(self)
 
     def __eq__(self: Any, other: object) -> Any:
-        if not isinstance(other, Operators | int | float):
+        if not isinstance(other, Operators | int | float | np.generic):
             return NotImplemented
         return elementwise.Compare("eq").apply(*self._pair(other))
+
+    def __ne__(self: Any, other: object) -> Any:
+        found = self.__eq__(other)
+        return found if found is NotImplemented else found._not()
 
     def __lt__(self: Any, other: Tensor | Scalar) -> Tensor:
         return elementwise.Compare("lt").apply(*self._pair(other))
 
     def __gt__(self: Any, other: Tensor | Scalar) -> Tensor:
         return elementwise.Compare("gt").apply(*self._pair(other))
+
+    def __le__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return (self < other).where(True, self == other)
+
+    def __ge__(self: Any, other: Tensor | Scalar) -> Tensor:
+        return (self > other).where(True, self == other)
+
+    def _not(self: Any) -> Tensor:
+        return elementwise.Compare("eq").apply(*self._pair(False))
+
+    def __bool__(self: Any) -> bool:
+        if self.size != 1:
+            raise ValueError(f"{self.size} elements are not true or false together: say which with max(), or sum() == size")
+        return bool(self.item())
 
     add, sub, mul, div, pow, neg = __add__, __sub__, __mul__, __truediv__, __pow__, __neg__
     __radd__, __rmul__ = __add__, __mul__
@@ -132,4 +154,4 @@ class Operators:
         """0 with probability p and the rest divided by 1 - p, in training; otherwise as it is."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout's p is a probability, not {p}")
-        return elementwise.Dropout(p, random.next_seed()).apply(self) if training and p > 0 else self
+        return elementwise.Dropout(p, random.next_seed()).apply(self._float()) if training and p > 0 else self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Tensor(Operators, Methods):
     _requires_grad: bool
     _grad: Tensor | None
     _node: Function | None
+    # How often the memory was written to, so that a graph that needs what was there before is not walked.
+    _version: int
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, not by calling Tensor")
@@ -34,6 +36,7 @@ class Tensor(Operators, Methods):
     def _wrap(data: Array, device: Device, requires_grad: bool = False, node: Function | None = None) -> Tensor:
         self = object.__new__(Tensor)
         self._data, self._device, self._requires_grad, self._node, self._grad = data, device, requires_grad, node, None
+        self._version = 0
         if requires_grad and not dtypes.is_float(self.dtype):
             raise TypeError(f"only floating-point tensors can require a gradient, this one is {self.dtype}")
         return self
@@ -47,9 +50,7 @@ class Tensor(Operators, Methods):
         """A copy of numbers, nested lists or a NumPy array, under a shape of as many elements. Python's floats become fp32."""
         if isinstance(data, Tensor):
             data = data.numpy()
-        array = dtypes.supported(data)
-        if dtype is not None:
-            array = array.astype(dtypes.check(dtype))
+        array = dtypes.supported(data, dtype)
         if shape is not None:
             if math.prod(shape) != array.size:
                 raise ValueError(f"{array.size} numbers do not fill the shape {list(shape)}, which has {math.prod(shape)}")
@@ -124,12 +125,16 @@ class Tensor(Operators, Methods):
         return self._grad
 
     def set_grad(self, grad: Tensor | None) -> None:
-        """Replace the gradient by one on the same device and of the same shape; None clears it."""
-        if grad is not None and (grad.device is not self.device or grad.shape != self.shape):
+        """Replace the gradient by a copy of one on the same device, of the same shape and type; None clears it."""
+        if grad is None:
+            self._grad = None
+            return
+        if (grad.device, grad.shape, grad.dtype) != (self.device, self.shape, self.dtype):
             raise ValueError(
-                f"a gradient must be like its tensor: expected shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on {grad.device}"
+                f"a gradient must be like its tensor: expected shape {list(self.shape)} on {self.device} in {self.dtype}, "
+                f"got {list(grad.shape)} on {grad.device} in {grad.dtype}"
             )
-        self._grad = None if grad is None else grad.detach()
+        self._grad = Tensor._wrap(self._backend.copy(grad._data), self._device)
 
     @property
     def _backend(self) -> Backend:
@@ -152,11 +157,12 @@ class Tensor(Operators, Methods):
         return self._backend.data_ptr(self._data)
 
     def mutable_data_ptr(self) -> int:
-        """The address of the first element, to write to; refused where elements share memory or a recorded operation may still need them."""
+        """The address of the first element, to write to; refused where elements share memory. A graph that needs what was there is then refused."""
         if any(stride == 0 and n > 1 for stride, n in zip(self.strides, self.shape, strict=True)):
             raise ValueError(f"several elements of this tensor share memory (strides {list(self.strides)}): copy it before writing")
         if self._node is not None:
-            raise ValueError("this tensor is part of a graph, which would not notice the change: write to its detach()")
+            raise ValueError("this tensor is the result of a recorded operation, which may need it: write to a copy")
+        self._version += 1
         return self._backend.data_ptr(self._data)
 
     def to(self, device: Device) -> Tensor:
@@ -184,6 +190,9 @@ class Tensor(Operators, Methods):
         if not self.shape:
             raise TypeError("a tensor without axes has no length")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
 
     # Gradients.
 

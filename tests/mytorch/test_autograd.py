@@ -143,6 +143,26 @@ def test_a_gradient_is_wanted_for_more_than_one_element():
         (x * 2).backward(Tensor.ones((3,)))
 
 
+def test_what_was_changed_since_is_not_walked():
+    w, x = leaf(2.0), Tensor.create([3.0])
+    first, second = (w * x).sum(), (w * w).sum()
+    first.backward()
+    mytorch.optim.SGD([w], lr=1.0).step()
+    with pytest.raises(RuntimeError, match="an input of Mul was changed after it ran"):
+        second.backward()
+    y = w * w
+    w.mutable_data_ptr()
+    with pytest.raises(RuntimeError, match="was changed after it ran"):
+        y.backward()
+
+
+def test_an_instance_is_applied_once():
+    square = Square()
+    square.apply(leaf(1.0))
+    with pytest.raises(RuntimeError, match="this Square has been applied already"):
+        square.apply(leaf(2.0))
+
+
 class Square(Function):
     def _forward(self, x):
         self.save(x)

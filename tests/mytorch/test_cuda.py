@@ -346,3 +346,9 @@ def test_a_number_that_names_nothing_gives_nan(cuda):
     assert (np.isnan(found) == [[False, True, False], [True, True, False]]).all()
     with pytest.raises(IndexError, match="numbers from -1"):
         Tensor.arange(4, device=Device.CUDA).embedding(numbers)
+
+
+def test_attention_has_a_widest_head(cuda):
+    x = Tensor.zeros((1, 2, 1, 320), device=Device.CUDA)
+    with pytest.raises(ValueError, match="at most 256 channels a head, not 320"):
+        x.attention(x, x)

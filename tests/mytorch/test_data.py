@@ -44,6 +44,8 @@ def test_idx_as_the_format_defines_it(tmp_path):
 
 
 WHOLE = idx(np.arange(6).reshape(2, 3), 0x0C)
+# The time would stand in it, and in the name of a test.
+PACKED = gzip.compress(WHOLE, mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +58,9 @@ WHOLE = idx(np.arange(6).reshape(2, 3), 0x0C)
         (WHOLE[:-1], "is truncated: shape [2, 3] of 4-byte elements takes 36 bytes, and the file has 35: download it again"),
         (WHOLE + b"\0", "is too long: shape [2, 3] of 4-byte elements takes 36 bytes, and the file has 37"),
         (b"\0\0\x08\x04" + b"\xff" * 16, "is truncated: shape [4294967295, 4294967295, 4294967295, 4294967295] of 1-byte elements takes"),
-        (gzip.compress(WHOLE)[:-4], "is a truncated or damaged gzip file"),
-        (gzip.compress(WHOLE)[:15] + b"\xff\xff" + gzip.compress(WHOLE)[17:], "is a truncated or damaged gzip file"),
-        (gzip.compress(WHOLE[:-1]), "is truncated: shape [2, 3]"),
+        (PACKED[:-4], "is a truncated or damaged gzip file"),
+        (PACKED[:15] + b"\xff\xff" + PACKED[17:], "is a truncated or damaged gzip file"),
+        (gzip.compress(WHOLE[:-1], mtime=0), "is truncated: shape [2, 3]"),
     ],
 )
 def test_broken_files(tmp_path, content, said):
@@ -177,3 +179,13 @@ def test_errors(make, said):
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         make()
     assert said in str(error.value)
+
+
+def test_a_loader_draws_only_to_shuffle():
+    mytorch.manual_seed(5)
+    expected = Tensor.randn((3,)).numpy()
+    mytorch.manual_seed(5)
+    data.DataLoader(data.ArrayDataset(np.arange(4)))
+    assert (Tensor.randn((3,)).numpy() == expected).all()
+    with pytest.raises(ValueError, match="seed is an integer of at least 0"):
+        data.DataLoader(data.ArrayDataset(np.arange(4)), seed=-1)

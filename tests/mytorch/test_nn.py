@@ -347,3 +347,18 @@ def test_errors(make, said):
     with pytest.raises((ValueError, TypeError, IndexError, NotImplementedError)) as error:
         make()
     assert said in str(error.value)
+
+
+def test_a_state_that_cannot_be_taken_changes_nothing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = model.state_dict()
+    broken = {name: np.ones(x.shape) for name, x in before.items()}
+    with pytest.raises(ValueError, match="could not convert"):
+        model.load_state_dict(broken | {list(broken)[-1]: np.array(["a", "b"])})
+    assert all((model.state_dict()[name] == before[name]).all() for name in before)
+
+
+def test_attention_of_nothing():
+    layer = nn.MultiHeadAttention(8, 2)
+    for shape in ((0, 3, 8), (2, 0, 8)):
+        assert layer(Tensor.zeros(shape)).shape == shape

@@ -271,6 +271,40 @@ def test_attention(backend, dtype, causal, tq, tk, hq, hk, d, dv):
 
 
 @each_backend
+def test_large_means_and_counts_in_fp16(backend):
+    """Sums and counts outgrow fp16 where the mean does not."""
+    compare(backend, lambda x: x.mean(), lambda x: x.mean(), np.full(100, 1000.0), dtype="float16")
+    compare(backend, lambda x: x.mean(), lambda x: x.mean(), np.ones(70000), dtype="float16")
+    compare(backend, lambda x: x.max(), lambda x: x.amax(), np.ones(70000), dtype="float16")
+
+
+@each_backend
+def test_rows_about_a_large_number(backend):
+    """What rounding leaves of a row's mean or maximum must not reach the result."""
+    compare(backend, lambda x: x.log_softmax(), lambda x: x.log_softmax(-1), np.round(normal(64, 512), 2) + 65536)
+    compare(backend, lambda x: x.log_softmax(), lambda x: x.log_softmax(-1), np.full((4, 100), 1e38))
+    weight, bias = np.ones(768), np.zeros(768)
+    with on(backend) as device:
+        x, w, b = (Tensor.create(a, dtype="float32", device=device) for a in (np.full((40, 768), 1000.1), weight, bias))
+        assert abs(x.layer_norm(w, b).numpy()).max() < 1e-3
+
+
+@each_backend
+def test_nothing_in_some_axis(backend):
+    compare(backend, lambda x, w, b: x.linear(w, b), lambda x, w, b: x @ w + b, np.zeros((5, 0)), np.zeros((0, 3)), normal(3))
+    compare(backend, lambda x: x.softmax(), lambda x: x.softmax(-1), np.zeros((3, 0)))
+    compare(backend, lambda t, i: t.embedding(i), lambda t, i: functional.embedding(i, t[:, None])[..., 0], normal(4), np.array(1))
+    for tq, tk, batch in ((0, 3, 2), (3, 0, 2), (3, 3, 0)):
+        arrays = normal(batch, tq, 2, 4), normal(batch, tk, 1, 4), normal(batch, tk, 1, 4)
+        compare(backend, lambda q, k, v: q.attention(k, v), lambda q, k, v: attend(q, k, v, False), *arrays)
+
+
+@each_backend
+def test_powers_of_zero(backend):
+    compare(backend, lambda x, y: x**y, torch.pow, np.zeros(4), np.array([0.0, 1.0, 2.0, -1.0]))
+
+
+@each_backend
 def test_dropout(backend):
     with on(backend) as device:
         x = Tensor.ones((200, 300), requires_grad=True, device=device)

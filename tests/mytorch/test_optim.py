@@ -284,3 +284,18 @@ def test_a_parameter_given_twice_is_stepped_once():
         assert (x.numpy() == 0).all()
         optimizer.zero_grad()
         assert x.grad is None
+
+
+@each_backend
+def test_steps_in_fp16_and_without_decay(backend):
+    """eps is 0 in fp16, and 0 times infinity NaN: neither may reach the parameter."""
+    with on(backend) as device:
+        x = Tensor.create([1.0, 1.0], requires_grad=True, dtype="float16", device=device)
+        x.set_grad(Tensor.create([0.0, 1e-3], dtype="float16", device=device))
+        optim.Adam([x], lr=0.1).step()
+        np.testing.assert_allclose(x.numpy().astype(float), [1, 0.9], atol=1e-3)
+        for kind in (optim.SGD, optim.Adam):
+            y = Tensor.create([np.inf], requires_grad=True, dtype="float32", device=device)
+            y.set_grad(Tensor.ones((1,), device=device))
+            kind([y], lr=0.1).step()
+            assert y.numpy().tolist() == [np.inf]

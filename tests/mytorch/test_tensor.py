@@ -80,7 +80,7 @@ def test_pointers():
     assert x[1].data_ptr() == x.data_ptr() + 12
     y = Tensor.zeros((2, 3), requires_grad=True)
     y.mutable_data_ptr()
-    with pytest.raises(ValueError, match="part of a graph"):
+    with pytest.raises(ValueError, match="result of a recorded operation"):
         (y * 2).mutable_data_ptr()
     repeated = Tensor._wrap(np.broadcast_to(np.zeros(3, np.float32), (2, 3)), Device.CPU)
     with pytest.raises(ValueError, match="share memory"):
@@ -92,9 +92,12 @@ def test_set_grad():
     grad = Tensor.ones((2,))
     x.set_grad(grad)
     assert x.grad.numpy().tolist() == [1, 1]
+    assert x.grad.data_ptr() != grad.data_ptr()
     x.set_grad(None)
     assert x.grad is None
-    with pytest.raises(ValueError, match=r"expected shape \[2\] on cpu, got \[3\] on cpu"):
+    with pytest.raises(ValueError, match="in float32, got .* in int64"):
+        x.set_grad(Tensor.ones((2,), dtype="int64"))
+    with pytest.raises(ValueError, match=r"expected shape \[2\] on cpu in float32, got \[3\] on cpu"):
         x.set_grad(Tensor.ones((3,)))
 
 
@@ -111,10 +114,43 @@ def test_devices():
         assert "device=cuda" in repr(y)
         with pytest.raises(ValueError, match=r"Add needs tensors on one device, got \[1, 2\] on cpu, \[1, 2\] on cuda"):
             _ = x + y
-        with pytest.raises(ValueError, match="on cpu, got"):
+        with pytest.raises(ValueError, match="on cpu in float32, got"):
             x.set_grad(y)
         with pytest.raises(ValueError, match="on cuda, got"):
             (y * 2).backward(x)
+
+
+def test_truth_and_comparisons():
+    a, b = Tensor.create([1, 2]), Tensor.create([1, 3])
+    assert (a != b).numpy().tolist() == [False, True]
+    assert (a <= b).numpy().tolist() == [True, True]
+    assert (b >= 3).numpy().tolist() == [False, True]
+    assert (Tensor.create([float("nan")]) <= 1).numpy().tolist() == [False]
+    assert a != "a"
+    assert bool(Tensor.create([[2.0]]))
+    assert not Tensor.create(0)
+    with pytest.raises(ValueError, match="2 elements are not true or false together"):
+        bool(a == b)
+
+
+def test_numbers_of_numpy():
+    x = Tensor.create([1, 2])
+    assert (x + np.float32(0.5)).numpy().tolist() == [1.5, 2.5]
+    assert (np.float64(2) * x).numpy().tolist() == [2, 4]
+    assert (x == np.float32(1)).numpy().tolist() == [True, False]
+    with pytest.raises(TypeError, match="not with ndarray"):
+        np.ones(2) * x
+
+
+def test_rounding_happens_once():
+    assert Tensor.create([0.1, 1e300], dtype="float64").numpy().tolist() == [0.1, 1e300]
+    assert Tensor.create([16777217.0], dtype="int64").item() == 16777217
+
+
+def test_iteration():
+    assert [row.numpy().tolist() for row in Tensor.create([[1, 2], [3, 4]])] == [[1, 2], [3, 4]]
+    with pytest.raises(TypeError, match="no length"):
+        list(Tensor.create(1.0))
 
 
 def test_repr():

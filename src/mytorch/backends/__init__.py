@@ -40,7 +40,7 @@ def cpu_backend() -> str:
 
 
 def set_num_threads(count: int) -> None:
-    """Loops of the parallel backend run on this many threads, from 1 to as many as numba may start; BLAS's threads are set by its own variables."""
+    """Loops that this thread starts in the parallel backend run on so many, from 1 to as many as numba may start; BLAS has variables of its own."""
     # The backend chooses which threads numba starts, which asking for their number does.
     load("parallel")
     import numba

@@ -19,6 +19,9 @@ from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, run_all
 from tilewise.ops.flash import launch as flash
 
+# Of a head, in the attention kernels.
+MOST_CHANNELS = 256
+
 
 def find_device() -> torch.device:
     """Where arrays live: the GPU, or the host's memory where kernels are interpreted."""
@@ -55,6 +58,10 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
     def _attention_inputs(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> flash.Inputs:
         if q.dtype not in (torch.float16, torch.float32):
             raise TypeError(f"attention on CUDA takes fp16 and fp32, not {self.dtype(q)}: convert with astype, or compute on Device.CPU")
+        if max(q.shape[-1], v.shape[-1]) > MOST_CHANNELS:
+            raise ValueError(
+                f"attention on CUDA takes at most {MOST_CHANNELS} channels a head, not {q.shape[-1]} and {v.shape[-1]}: use more heads, or Device.CPU"
+            )
         q, k, v = self._rows_in_order(q), self._rows_in_order(k), self._rows_in_order(v)
         return flash.make_inputs(q, k, v, None, None, causal, -1, -1, scale, 0.0)
 

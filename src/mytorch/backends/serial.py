@@ -53,9 +53,9 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "mul": np.multiply,
     "div": np.divide,
     "pow": np.power,
-    # 0 for p = 0, also at x = 0, where x ** -1 is infinite; 0 at x = 0 for the exponent, where the logarithm is.
+    # 0 for p = 0, also at x = 0, where x ** -1 is infinite; 0 at x = 0 for the exponent, where the logarithm is, unless y is too.
     "pow_base": lambda x, p: np.where(p == 0, 0, p * np.power(x, p - 1)),
-    "pow_exponent": lambda x, y: np.where(x == 0, 0, y * np.log(np.where(x == 0, 1, x))),
+    "pow_exponent": lambda x, y: np.where((x == 0) & (y != np.inf), 0, y * np.log(x)),
     "eq": np.equal,
     "lt": np.less,
     "gt": np.greater,
@@ -98,7 +98,7 @@ class SerialBackend:
         return np.array(x, order="C")
 
     def cast(self, x: Array, dtype: DType) -> Array:
-        return x.astype(dtype, order="C", copy=False)
+        return x if x.dtype == dtype else x.astype(dtype, order="C")
 
     def copy_(self, x: Array, source: Array) -> None:
         x[...] = source
@@ -165,7 +165,7 @@ class SerialBackend:
         return out
 
     def take(self, table: Array, index: Array) -> Array:
-        return table[index]
+        return np.asarray(table[index])
 
     def take_grad(self, grad: Array, index: Array, rows: int) -> Array:
         out = np.zeros((rows, *grad.shape[index.ndim :]), wide(grad).dtype)
@@ -184,7 +184,7 @@ class SerialBackend:
         return tuple(index if i == axis else place for i, place in enumerate(np.ogrid[tuple(map(slice, index.shape))]))
 
     def softmax(self, x: Array) -> Array:
-        e = np.exp(wide(x) - x.max(-1, keepdims=True))
+        e = np.exp(wide(x) - x.max(-1, keepdims=True, initial=-np.inf))
         return (e / e.sum(-1, keepdims=True)).astype(x.dtype)
 
     def softmax_grad(self, grad: Array, y: Array) -> Array:
@@ -192,7 +192,7 @@ class SerialBackend:
         return (y_ * (grad_ - (grad_ * y_).sum(-1, keepdims=True))).astype(y.dtype)
 
     def log_softmax(self, x: Array) -> Array:
-        shifted = wide(x) - x.max(-1, keepdims=True)
+        shifted = wide(x) - x.max(-1, keepdims=True, initial=-np.inf)
         return (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))).astype(x.dtype)
 
     def log_softmax_grad(self, grad: Array, y: Array) -> Array:
@@ -202,6 +202,8 @@ class SerialBackend:
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
         x_ = wide(x)
         mean = x_.mean(-1)
+        # The sum's rounding, which would pass for deviation where all are about equal.
+        mean = mean + (x_ - mean[..., None]).mean(-1)
         centred = x_ - mean[..., None]
         rstd = 1 / np.sqrt((centred * centred).mean(-1) + eps)
         return (centred * rstd[..., None] * weight + bias).astype(x.dtype), mean, rstd.astype(mean.dtype)
@@ -286,16 +288,15 @@ class SerialBackend:
     def _heads_back(self, grad: Array, heads: int, dtype: DType) -> Array:
         """`[B, T, heads, D]`: the gradients of repeated heads added up."""
         batch, _, tokens, channels = grad.shape
-        grad = grad.reshape(batch, heads, -1, tokens, channels).sum(2) if heads else grad
+        grad = grad.reshape(batch, heads, grad.shape[1] // heads, tokens, channels).sum(2)
         return np.asarray(grad.transpose(0, 2, 1, 3), dtype=dtype, order="C")
 
     def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
-        update = grad + weight_decay * x if weight_decay else grad
+        update = wide(grad) + weight_decay * wide(x) if weight_decay else wide(grad)
         if velocity is not None:
-            velocity *= momentum
-            velocity += update
-            update = velocity
-        x -= lr * update
+            update = momentum * wide(velocity) + update
+            velocity[...] = update
+        x[...] = wide(x) - lr * update
 
     def adam_(
         self,
@@ -310,11 +311,13 @@ class SerialBackend:
         weight_decay: float,
         decoupled: bool,
     ) -> None:
+        x_, grad_, first_, second_ = wide(x), wide(grad), wide(first), wide(second)
         if decoupled:
-            x *= 1 - lr * weight_decay
+            x_ = x_ * (1 - lr * weight_decay)
         elif weight_decay:
-            grad = grad + weight_decay * x
-        first += (1 - betas[0]) * (grad - first)
-        second += (1 - betas[1]) * (grad * grad - second)
-        corrected = np.sqrt(second / (1 - betas[1] ** step)) + eps
-        x -= lr / (1 - betas[0] ** step) * first / corrected
+            grad_ = grad_ + weight_decay * x_
+        first_ = first_ + (1 - betas[0]) * (grad_ - first_)
+        second_ = second_ + (1 - betas[1]) * (grad_ * grad_ - second_)
+        corrected = np.sqrt(second_ / (1 - betas[1] ** step)) + eps
+        x[...] = x_ - lr / (1 - betas[0] ** step) * first_ / corrected
+        first[...], second[...] = first_, second_

@@ -30,10 +30,12 @@ class DataLoader:
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(f"DataLoader takes a Dataset, not {type(dataset).__name__}: wrap arrays in ArrayDataset, or subclass Dataset")
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"batch_size is an integer of at least 1, not {batch_size!r}")
         self.dataset, self.batch_size, self.shuffle, self.drop_last, self.device = dataset, batch_size, shuffle, drop_last, device
-        self.seed = random.next_seed() if seed is None else seed
+        if seed is not None and seed < 0:
+            raise ValueError(f"a seed is an integer of at least 0, not {seed!r}")
+        self.seed = random.next_seed() if seed is None and shuffle else seed or 0
         # How many epochs were begun.
         self.epoch = 0
 

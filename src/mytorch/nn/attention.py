@@ -28,8 +28,9 @@ class MultiHeadAttention(Module):
         source = x if context is None else context
         if len(x.shape) != 3 or len(source.shape) != 3:
             raise ValueError(f"attention wants [B, T, width], got {list(x.shape)}" + ("" if context is None else f" and {list(context.shape)}"))
-        q = self.to_q(x).reshape(*x.shape[:2], self.heads, -1)
-        k, v = (to(source).reshape(*source.shape[:2], self.kv_heads, -1) for to in (self.to_k, self.to_v))
+        channels = self.to_q.weight.shape[1] // self.heads
+        q = self.to_q(x).reshape(*x.shape[:2], self.heads, channels)
+        k, v = (to(source).reshape(*source.shape[:2], self.kv_heads, channels) for to in (self.to_k, self.to_v))
         return self.to_out(q.attention(k, v, self.causal).flatten(2))
 
     def options(self) -> str:

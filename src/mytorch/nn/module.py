@@ -117,6 +117,7 @@ class Module:
     def _replace(self, x: Tensor, by: Tensor) -> None:
         grad = x.grad
         x._data, x._device = by._data, by._device
+        x._version += 1
         x.set_grad(None if grad is None else grad.to(by.device).astype(by.dtype))
 
     def train(self, training: bool = True) -> Self:
@@ -152,9 +153,10 @@ class Module:
         found = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", wrong))
         if said := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
             raise ValueError(f"the state does not fit this {type(self).__name__}. {said}. Make the module as the one that was saved")
+        sources = {name: Tensor.create(state[name], dtype=x.dtype, device=x.device) for name, x in own.items()}
         for name, x in own.items():
-            source = Tensor.create(state[name], dtype=x.dtype, device=x.device)
-            backends.of(x.device).copy_(x._data, source._data)
+            x._version += 1
+            backends.of(x.device).copy_(x._data, sources[name]._data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a file in the safetensors format."""

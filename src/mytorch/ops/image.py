@@ -22,7 +22,7 @@ class Conv2D(Function):
         return (
             b.conv2d_grad_input(grad, weight, tuple(x.shape), *where) if self.needs[0] else None,
             b.conv2d_grad_weight(grad, x, tuple(weight.shape), *where) if self.needs[1] else None,
-            b.sum(grad, (0, 2, 3), False),
+            b.sum(grad, (0, 2, 3), False) if self.needs[2:] == (True,) else None,
         )[: len(self.inputs)]
 
 

@@ -1,5 +1,7 @@
 """Matrix products."""
 
+import math
+
 from mytorch.autograd import Function
 from mytorch.backends.base import Array
 
@@ -29,9 +31,9 @@ class Linear(Function):
     """`x [..., K] @ weight [K, N] + bias [N]`; the bias may be left out."""
 
     def _forward(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        rows = self.backend.reshape(x, (-1, x.shape[-1])) if 0 not in x.shape else self.backend.full((0, x.shape[-1]), 0, self.backend.dtype(x))
-        self.save(rows, weight)
         self.leading = tuple(x.shape[:-1])
+        rows = self.backend.reshape(x, (math.prod(self.leading), x.shape[-1]))
+        self.save(rows, weight)
         return self.backend.reshape(self.backend.linear(rows, weight, bias), (*self.leading, weight.shape[1]))
 
     def _backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -41,5 +43,5 @@ class Linear(Function):
         return (
             b.reshape(b.matmul(rows, transposed(self, weight)), (*self.leading, x.shape[1])) if self.needs[0] else None,
             b.matmul(transposed(self, x), rows) if self.needs[1] else None,
-            b.sum(rows, (0,), False),
+            b.sum(rows, (0,), False) if self.needs[2:] == (True,) else None,
         )[: len(self.inputs)]

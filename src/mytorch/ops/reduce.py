@@ -4,6 +4,7 @@ import math
 
 from mytorch.autograd import Function
 from mytorch.backends.base import Array, Shape
+from mytorch.dtypes import float32, promote
 
 
 def axes_of(axis: int | tuple[int, ...] | None, n_axes: int) -> Shape:
@@ -29,6 +30,10 @@ class Reduction(Function):
         self.axes = axes_of(self.axis, len(self.shape))
         self.kept = tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
 
+    def _wide(self, x: Array) -> Array:
+        """fp16 as fp32: sums and counts outgrow it."""
+        return self.backend.cast(x, promote(self.backend.dtype(x), float32))
+
     def _spread(self, x: Array) -> Array:
         return self.backend.broadcast_to(self.backend.reshape(x, self.kept), self.shape)
 
@@ -49,14 +54,15 @@ class Mean(Reduction):
 
     def _forward(self, x: Array) -> Array:
         self._start(x)
-        return self._scaled(self.backend.sum(x, self.axes, self.keepdims))
+        self.dtype = self.backend.dtype(x)
+        return self._scaled(self.backend.sum(self._wide(x), self.axes, self.keepdims))
 
     def _backward(self, grad: Array) -> Array:
-        return self._spread(self._scaled(grad))
+        return self._spread(self._scaled(self._wide(grad)))
 
     def _scaled(self, x: Array) -> Array:
         count = math.prod(self.shape[i] for i in self.axes)
-        return self.backend.binary("div", x, self.backend.full((), count, self.backend.dtype(x)))
+        return self.backend.cast(self.backend.binary("div", x, self.backend.full((), count, self.backend.dtype(x))), self.dtype)
 
 
 class Max(Reduction):
@@ -73,6 +79,6 @@ class Max(Reduction):
     def _backward(self, grad: Array) -> Array:
         x, y = self.saved
         b = self.backend
-        largest = b.cast(b.binary("eq", x, self._spread(y)), b.dtype(x))
-        share = b.binary("div", b.reshape(grad, self.kept), b.sum(largest, self.axes, True))
+        largest = b.cast(b.binary("eq", x, self._spread(y)), promote(b.dtype(x), float32))
+        share = b.binary("div", self._wide(b.reshape(grad, self.kept)), b.sum(largest, self.axes, True))
         return b.binary("mul", largest, share)

@@ -46,6 +46,7 @@ class Optimizer:
                 # A module may have been moved or converted since the last step.
                 kept = memory[name].to(x.device).astype(x.dtype) if name in memory else Tensor.zeros(x.shape, dtype=x.dtype, device=x.device)
                 memory[name] = kept
+            x._version += 1
             arrays = {name: value._data for name, value in memory.items()}
             self._update(backends.of(x.device), x._data, x.grad._data, arrays, self._steps[i])
 
@@ -76,11 +77,11 @@ class Optimizer:
         ]
         if wrong:
             raise ValueError(f"the state does not fit this {own}'s parameters: {'; '.join(wrong)}")
-        self.lr, self._steps = state["lr"], [entry["steps"] for entry in entries]
-        self._memory = [
+        memory = [
             {name: Tensor.create(entry[name], dtype=x.dtype, device=x.device) for name in self.remembered if entry["steps"]}
             for x, entry in zip(self.parameters, entries, strict=True)
         ]
+        self.lr, self._steps, self._memory = state["lr"], [entry["steps"] for entry in entries], memory
 
 
 class SGD(Optimizer):

@@ -140,7 +140,8 @@ class Image(Reduce, Memory):
             PRECISION=PRECISIONS.get(arguments["out"].dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            WIDE=arguments["n_pixels"] >= 2**31 - tile.n,
+            # Numbers up to a part beyond the last pixel are computed.
+            WIDE=arguments["n_pixels"] >= 2**31 - max(tile.n, arguments.get("chunk", 0)),
             **arguments,
         )
 

@@ -162,8 +162,8 @@ def function_of_two(x, y, NAME: tl.constexpr):
         # 0 for p = 0, also at x = 0, where x ** -1 is infinite.
         z = tl.where(y == 0, 0.0, y * real_power(x, y - 1))
     elif NAME == "pow_exponent":
-        # 0 at x = 0, where the logarithm is infinite.
-        z = tl.where(x == 0, 0.0, y * tl.log(tl.where(x == 0, 1.0, x)))
+        # 0 at x = 0, where the logarithm is infinite; but for a negative exponent, where y is infinite too.
+        z = tl.where((x == 0) & (y != float("inf")), 0.0, y * tl.log(x))
     else:
         z = gradient(x, y, NAME)
     return z

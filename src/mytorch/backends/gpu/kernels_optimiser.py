@@ -7,6 +7,12 @@ from mytorch.backends.gpu.kernels_tile import number, program_number
 
 
 @triton.jit
+def decay(b_x, weight):
+    """What weight decay adds to the gradient: without a weight nothing, whatever x is."""
+    return tl.where(weight != 0, weight * b_x, tl.zeros_like(b_x))
+
+
+@triton.jit
 def mytorch_sgd_kernel(
     x, grad, velocity, lr: tl.float64, momentum: tl.float64, weight_decay: tl.float64, n,
     ACC: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -18,7 +24,7 @@ def mytorch_sgd_kernel(
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     b_x = tl.load(x + o, mask=m, other=0).to(ACC)
-    update = tl.load(grad + o, mask=m, other=0).to(ACC) + number(weight_decay, ACC) * b_x
+    update = tl.load(grad + o, mask=m, other=0).to(ACC) + decay(b_x, number(weight_decay, ACC))
     if velocity is not None:
         update += number(momentum, ACC) * tl.load(velocity + o, mask=m, other=0).to(ACC)
         tl.store(velocity + o, update.to(velocity.dtype.element_ty), mask=m)
@@ -37,7 +43,7 @@ def mytorch_adam_kernel(
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     b_x = tl.load(x + o, mask=m, other=0).to(ACC) * number(shrink, ACC)
-    b_grad = tl.load(grad + o, mask=m, other=0).to(ACC) + number(weight_decay, ACC) * b_x
+    b_grad = tl.load(grad + o, mask=m, other=0).to(ACC) + decay(b_x, number(weight_decay, ACC))
     b_first = tl.load(first + o, mask=m, other=0).to(ACC)
     b_second = tl.load(second + o, mask=m, other=0).to(ACC)
     b_first += number(share_1, ACC) * (b_grad - b_first)

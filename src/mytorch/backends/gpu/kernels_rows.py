@@ -99,7 +99,7 @@ def mytorch_layer_norm_kernel(
 ):  # fmt: skip
     # Grid: blocks of BLOCK_R rows.
     # Owns: BLOCK_R rows.
-    # Loops over: the rows' elements three times: for the mean, for the variance around it, then to write.
+    # Loops over: the rows' elements four times: for the mean, for its rounding, for the variance around it, then to write.
     # Writes: its rows normalised, and their means and 1 / deviations.
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_r = o_r < n_rows
@@ -108,6 +108,13 @@ def mytorch_layer_norm_kernel(
     for i_n in range(0, N, BLOCK_N):
         b_mean += tl.sum(load_tile(p_x, x_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N), 1)
     b_mean = b_mean / N
+    # The sum's rounding, which would pass for deviation where all are about equal.
+    rest = tl.zeros([BLOCK_R], ACC)
+    for i_n in range(0, N, BLOCK_N):
+        m_n = i_n + tl.arange(0, BLOCK_N) < N
+        b_x = load_tile(p_x, x_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) - b_mean[:, None]
+        rest += tl.sum(tl.where(m_n[None, :], b_x, tl.zeros_like(b_x)), 1)
+    b_mean += rest / N
     variance = tl.zeros([BLOCK_R], ACC)
     for i_n in range(0, N, BLOCK_N):
         m_n = i_n + tl.arange(0, BLOCK_N) < N

@@ -87,7 +87,8 @@ class Reduce(Launcher):
             NDIM=len(sizes),
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
-            WIDE=x.numel() >= 2**31 - TILE,
+            # Numbers up to a part beyond the last element are computed.
+            WIDE=x.numel() >= 2**31 - TILE - tiles.chunk,
             num_warps=4,
         )
         if parts > 1:

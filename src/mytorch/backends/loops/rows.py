@@ -38,14 +38,18 @@ def softmax(x, logarithm, parts, out):
         for row in range(start, stop):
             top = largest(x, row, lanes)
             total = like(top, 0)
-            for c in range(columns):
-                out[row, c] = exp(x[row, c] - top)
-                total += out[row, c]
             if logarithm:
+                # Stored between the two differences: in one expression they would be taken in another order, which loses digits.
+                for c in range(columns):
+                    out[row, c] = x[row, c] - top
+                    total += exp(out[row, c])
                 shift = like(top, math.log(total))
                 for c in range(columns):
-                    out[row, c] = (x[row, c] - top) - shift
+                    out[row, c] -= shift
             else:
+                for c in range(columns):
+                    out[row, c] = exp(x[row, c] - top)
+                    total += out[row, c]
                 for c in range(columns):
                     out[row, c] = out[row, c] / total
 
@@ -81,6 +85,11 @@ def layer_norm(x, weight, bias, eps, parts, out, mean, rstd):
             for c in range(columns):
                 total += x[row, c]
             centre = like(total, total / columns)
+            # The sum's rounding, which would pass for deviation where all are about equal.
+            total = like(total, 0)
+            for c in range(columns):
+                total += x[row, c] - centre
+            centre += like(total, total / columns)
             squares = like(total, 0)
             for c in range(columns):
                 squares += (x[row, c] - centre) * (x[row, c] - centre)
