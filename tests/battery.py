@@ -1,6 +1,8 @@
 """An operator's named cases as tests: each backend through the same check that `tilewise verify` makes."""
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +25,31 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> No
 def triton_cases(*operators: str) -> list:
     """Operator, case and dtype. On a GPU everything.
 
-    Interpreted, `make test` runs what `tilewise verify` does, in bf16; fp32 is slow. Wider problems are left to a GPU, and so is fp16, which goes
-    the way of bf16.
+    Interpreted, `make test` runs every second case of `tilewise verify`, in bf16; the others and fp32 are slow. Wider problems are left to a GPU, and
+    so is fp16, which goes the way of bf16.
     """
     on_gpu = torch.cuda.is_available()
     found = []
     for operator in operators:
         suite = registry.find(operator).load("suite")
-        for case in suite.cases if on_gpu else suite.standard("cpu", interpreted=True):
+        for i, case in enumerate(suite.cases if on_gpu else suite.standard("cpu", interpreted=True)):
             for dtype in DTYPES if on_gpu else ("bf16", "fp32"):
-                found.append(pytest.param(operator, case.name, dtype, marks=[] if on_gpu or dtype == "bf16" else [pytest.mark.slow]))
+                quick = on_gpu or (dtype == "bf16" and i % 2 == 0)
+                found.append(pytest.param(operator, case.name, dtype, marks=[] if quick else [pytest.mark.slow]))
     return found
 
 
+def first_quick(values: Iterable[Any]) -> list:
+    """Parameters of which, where there is no GPU, only the first is quick."""
+    return [pytest.param(value, marks=[pytest.mark.slow] if i and not torch.cuda.is_available() else []) for i, value in enumerate(values)]
+
+
 def cpu_cases(*operators: str) -> list:
-    """Operator, case and dtype for the CPU backend: all but the largest, fp16 among the slow."""
+    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case, are slow."""
     return [
-        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if dtype == "fp16" else [])
+        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if dtype == "fp16" or (dtype == "bf16" and i % 2 == 0) else [])
         for operator in operators
-        for case in registry.find(operator).load("suite").cases
+        for i, case in enumerate(registry.find(operator).load("suite").cases)
         for dtype in DTYPES
         if case.name not in ("xl", "xxl")
     ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from battery import first_quick
 from bsa_inputs import GATES, inputs
 from torch import library
 
@@ -45,7 +46,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first_quick(CASES))
 def test_opcheck(place, name):
     packed, gates, window, interleave = CASES[name]
     if name not in ("packed", "no-window"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from battery import first_quick
 from torch import library
 
 from tilewise import compressed_attention, native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
@@ -60,7 +61,7 @@ def skip_if_interpreted(place):
         pytest.skip("interpreted kernels are slow: checked with the CPU backend")
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", first_quick(NATIVE))
 def test_opcheck_of_the_whole(place, name):
     if name not in ("packed", "learned"):
         skip_if_interpreted(place)

@@ -1,0 +1,11 @@
+"""The parallel backend's loops are compiled for each type, which takes as long as all other tests here: fp64 is slow."""
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        parallel = "parallel" in item.name or item.path.name == "test_parallel.py"
+        if item.path.parent.name == "mytorch" and parallel and "float64" in item.name:
+            item.add_marker(pytest.mark.slow)
