@@ -7,10 +7,11 @@ import torch
 from mytorch.backends.base import Shape
 from mytorch.backends.gpu.kernels_conv import mytorch_conv2d_grad_input_kernel, mytorch_conv2d_grad_weight_kernel, mytorch_conv2d_kernel
 from mytorch.backends.gpu.kernels_pool import mytorch_max_pool2d_grad_kernel, mytorch_max_pool2d_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, power_of_2, wide
+from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, wide
 from mytorch.backends.gpu.matrix import PRECISIONS, Tile, divide
 from mytorch.backends.gpu.memory import Memory
 from mytorch.backends.gpu.reduce import Reduce
+from tilewise.ops._host.launching import power_of_2
 
 Pair = tuple[int, int]
 

@@ -4,10 +4,11 @@ import math
 
 from mytorch.backends.base import Shape
 from mytorch.backends.gpu.kernels_index import mytorch_gather_grad_kernel, mytorch_gather_kernel, mytorch_take_grad_kernel, mytorch_take_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, power_of_2, readable, wide
+from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, readable, wide
 from mytorch.backends.gpu.matrix import divide
 from mytorch.backends.gpu.memory import Memory
 from mytorch.backends.gpu.reduce import Reduce
+from tilewise.ops._host.launching import power_of_2
 
 TAKE_TILE, WIDEST_TAKE = 4096, 1024
 # Rows of the table, numbers, and columns a tile.

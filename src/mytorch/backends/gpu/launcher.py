@@ -70,11 +70,6 @@ def blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
-def power_of_2(number: int) -> int:
-    """The least power of two that is not below a number, and at least 1."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 @functools.lru_cache(maxsize=4096)
 def collapsed(shape: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
     """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every array made one."""

@@ -7,7 +7,8 @@ import torch
 
 from mytorch.backends.base import Shape
 from mytorch.backends.gpu.kernels_reduce import mytorch_reduce_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, Launcher, blocks, collapsed, power_of_2, readable, wide
+from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, Launcher, blocks, collapsed, readable, wide
+from tilewise.ops._host.launching import power_of_2
 
 TILE = 2048
 LONGEST_ROW, WIDEST_COLUMNS = 1024, 64

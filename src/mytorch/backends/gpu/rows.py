@@ -10,10 +10,11 @@ from mytorch.backends.gpu.kernels_rows import (
     mytorch_softmax_grad_kernel,
     mytorch_softmax_kernel,
 )
-from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, collapsed, power_of_2, wide
+from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, blocks, collapsed, wide
 from mytorch.backends.gpu.matrix import divide
 from mytorch.backends.gpu.memory import Memory
 from mytorch.backends.gpu.reduce import Reduce
+from tilewise.ops._host.launching import power_of_2
 
 TILE = 4096
 COLUMNS, COLUMN_ROWS = 64, 32
