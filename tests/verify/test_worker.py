@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,21 @@ def test_a_file_that_does_not_import(tmp_path):
     path.write_text("import nothing_of_that_name\n")
     with pytest.raises(UsageError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'"):
         verify("flash", f"{path}:f", configs=["small"])
+
+
+def test_a_connection_is_closed_by_one_thread_alone(tmp_path, monkeypatch):
+    """Two processes refuse at about the same time; while the second's thread closes its connection, the first's refusal ends the run."""
+
+    def close_slowly(connection):
+        time.sleep(0.5)
+        os.close(connection._handle)
+
+    path = tmp_path / "broken.py"
+    path.write_text("import nothing_of_that_name\n")
+    monkeypatch.setattr(Connection, "_close", close_slowly)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    with pytest.raises(UsageError, match="does not import"):
+        verify("flash", f"{path}:f", configs=["small", "medium"])
 
 
 def test_arguments_that_cases_need_are_named():

@@ -56,8 +56,10 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     try:
         yield from pool.map(slots.run, jobs)
     finally:
-        slots.close()
+        # A connection is closed when no thread reads it: the number of its file might by then be another file's.
+        slots.end()
         pool.shutdown(wait=True, cancel_futures=True)
+        slots.close()
 
 
 @contextlib.contextmanager
@@ -67,6 +69,7 @@ def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]
     try:
         yield lambda check: slots.run(Job((check,)))[0]
     finally:
+        slots.end()
         slots.close()
 
 
@@ -78,12 +81,12 @@ class _Slots:
         self._cases = tuple(cases)
         self._own = threading.local()
         self._all: list[_Process] = []
-        self._closed = False
+        self._ended = False
 
     def run(self, job: Job) -> list[Result]:
         results: list[Result] = []
         for check in job.checks:
-            if self._closed:
+            if self._ended:
                 break
             cases = self._cases if check.implementation.external else ()
             setup = _Setup(check.operator, check.implementation, job.mutant, self._threads, cases)
@@ -95,8 +98,14 @@ class _Slots:
             self._own.process.stop()
         return results
 
+    def end(self) -> None:
+        """No process goes on, and no other is started; who waits for one learns that it has ended."""
+        self._ended = True
+        for process in self._all:
+            process.kill()
+
     def close(self) -> None:
-        self._closed = True
+        """After `end`, when nobody waits any more."""
         for process in self._all:
             process.stop()
 
@@ -107,8 +116,8 @@ class _Slots:
                 current.stop()
             self._own.process = current = _Process(setup)
             self._all.append(current)
-            # Closed in the meantime: nobody else would stop it.
-            if self._closed:
+            # Ended in the meantime: nobody else would stop it.
+            if self._ended:
                 current.stop()
             current.wait_until_ready()
         return current
@@ -164,8 +173,11 @@ class _Process:
         self.stop()
         return Result(check, findings=(finding,), seconds=time.perf_counter() - started)
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def stop(self) -> None:
+        self.kill()
         self._process.join()
         self._connection.close()
 
