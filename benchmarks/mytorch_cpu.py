@@ -21,17 +21,14 @@ import numba
 import numpy as np
 import torch
 import typer
+from cnn import mytorch_step, torch_step
 from rich.console import Console
 from rich.table import Table
 
 import mytorch
-from mytorch import Device, Tensor, backends
+from mytorch import Device, Tensor
 
 Calls = dict[str, Callable[[], object]]
-BATCH, LEARNING_RATE = 64, 0.01
-# [O, C, h, w] of convolutions, [K, N] of linear layers.
-WEIGHTS = ((16, 1, 5, 5), (32, 16, 5, 5), (800, 120), (120, 84), (84, 10))
-PADDINGS = (2, 0)
 # Batch, heads, tokens, channels.
 ATTENTION = (1, 8, 4096, 64)
 FIRST_RESULT = """
@@ -57,73 +54,20 @@ def milliseconds(calls: Calls, rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(values), 3) for name, values in times.items()}
 
 
-def initial() -> list[np.ndarray]:
-    """Weights and biases in turns."""
-    generator = np.random.default_rng(0)
-    found = []
-    for shape in WEIGHTS:
-        inputs = int(np.prod(shape[1:])) if len(shape) == 4 else shape[0]
-        found.append((generator.standard_normal(shape) * (2 / inputs) ** 0.5).astype(np.float32))
-        found.append(np.zeros(shape[0] if len(shape) == 4 else shape[1], np.float32))
-    return found
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    """Images and their classes, both random."""
-    generator = np.random.default_rng(1)
-    return generator.standard_normal((BATCH, 1, 28, 28)).astype(np.float32), generator.integers(0, 10, BATCH)
-
-
-def mytorch_step(backend: str) -> Callable[[], float]:
-    """Forward, cross-entropy, backward and SGD on one of the CPU backends; gives the loss."""
-    parameters = [Tensor.create(x, requires_grad=True) for x in initial()]
-    images, classes = data()
-    x, targets = Tensor.create(images), Tensor.create(classes[:, None])
-
-    def step() -> float:
-        mytorch.set_cpu_backend(backend)
-        y = x
-        for i, padding in enumerate(PADDINGS):
-            y = y.conv2d(*parameters[2 * i : 2 * i + 2], padding=padding).relu().max_pool2d(2)
-        y = y.flatten(1)
-        for i in (4, 6, 8):
-            y = y.linear(*parameters[i : i + 2])
-            y = y.relu() if i < 8 else y
-        loss = -y.log_softmax().gather(1, targets).mean()
-        loss.backward()
-        for parameter in parameters:
-            backends.of(Device.CPU).sgd_(parameter._data, parameter.grad._data, None, LEARNING_RATE, 0.0, 0.0)
-            parameter.set_grad(None)
-        return loss.item()
-
-    return step
-
-
-def torch_step() -> Callable[[], float]:
-    """The same in torch, with its own modules and optimiser."""
-    nn = torch.nn
-    convolutions = [nn.Conv2d(shape[1], shape[0], shape[2:], padding=p) for shape, p in zip(WEIGHTS[:2], PADDINGS, strict=True)]
-    linear = [nn.Linear(*shape) for shape in WEIGHTS[2:]]
-    blocks = [layer for convolution in convolutions for layer in (convolution, nn.ReLU(), nn.MaxPool2d(2))]
-    net = nn.Sequential(*blocks, nn.Flatten(), linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2])
-    for parameter, start in zip(net.parameters(), initial(), strict=True):
-        parameter.data.copy_(torch.tensor(start if start.ndim != 2 else start.T))
-    optimiser = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
-    x, targets = (torch.tensor(array) for array in data())
-
-    def step() -> float:
-        optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), targets)
-        loss.backward()
-        optimiser.step()
-        return loss.item()
-
-    return step
-
-
 def cnn(rounds: int) -> dict[str, Any]:
     """The training step on both backends and in torch."""
-    steps = {"parallel": mytorch_step("parallel"), "serial": mytorch_step("serial"), "torch": torch_step()}
+
+    def on_backend(name: str) -> Callable[[], float]:
+        step = mytorch_step(Device.CPU)
+
+        def run() -> float:
+            mytorch.set_cpu_backend(name)
+            return step().item()
+
+        return run
+
+    in_torch = torch_step("cpu")
+    steps = {"parallel": on_backend("parallel"), "serial": on_backend("serial"), "torch": lambda: in_torch().item()}
     losses = {name: step() for name, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 1e-3:
         sys.exit(f"the three do not compute the same loss: {losses}")
