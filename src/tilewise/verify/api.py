@@ -28,15 +28,24 @@ def verify(
     search: int = 0,
     mutants: bool = False,
 ) -> Report:
-    """Check an implementation of operator `op` against its reference: outputs, gradients, edge cases.
+    """Check an implementation of an operator against its reference: outputs, gradients, edge cases.
 
-    impl: a callable with the operator's public signature without `backend`, run in this process; or `FILE.py:FUNCTION` /
-    `package.module:function`, run in processes of its own, so that a crash or a hang is a finding; or None, for tilewise's own backends.
-    configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
-    fill: `random` (by `seed`), `range` or `range-raw`. repeat: how many runs must agree bit for bit.
-    rtol, atol: judge by these in place of eager torch's error. search: how many further cases to draw.
-    mutants: also score the same checks by planted bugs.
-    Raises UsageError, with what to do, where the request itself is wrong.
+    Args:
+        op: the operator's name, as `tilewise verify --list` has it.
+        impl: a callable with the operator's public signature without `backend`, run in this process; or `FILE.py:FUNCTION` /
+            `package.module:function`, run in processes of its own, so that a crash or a hang is a finding; or None, for tilewise's own backends.
+        configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
+        dtypes: of fp32, fp16 and bf16.
+        seed: of random inputs.
+        fill: `random` (by `seed`), `range` or `range-raw`.
+        gradients: whether gradients are checked too.
+        repeat: how many runs must agree bit for bit.
+        rtol, atol: judge by these in place of eager torch's error.
+        search: how many further cases to draw.
+        mutants: also score the same checks by planted bugs.
+
+    Raises:
+        UsageError: with what to do, where the request itself is wrong.
     """
     settings = Settings(seed, fill, gradients, repeat, rtol, atol)
     operator = find_operator(op)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilewise import registry
+from tilewise import doctor, registry
 from tilewise.environment import environment
 from tilewise.registry import Operator
 from tilewise.verify.api import find_operator, run_checks, score, search_failures
@@ -56,12 +56,13 @@ def run_request(request: Request, console: Console) -> bool:
             progress.update(task, completed=len(report.results) + len(report.mutants))
     for line in verdict_lines(report):
         _print(console, line)
+    findings = doctor.as_json() if request.json or request.html else []
     if request.json:
-        request.json.write_text(as_json(report, environment(), request.command) + "\n", encoding="utf-8")
+        request.json.write_text(as_json(report, environment(), findings, request.command) + "\n", encoding="utf-8")
     if request.html:
         from tilewise.verify.html import render_html
 
-        request.html.write_text(render_html(report, environment(), request.command), encoding="utf-8")
+        request.html.write_text(render_html(report, environment(), request.command, findings), encoding="utf-8")
     return report.passed
 
 

@@ -1,7 +1,7 @@
 """The report of a run as one HTML page: no scripts, nothing fetched, readable wherever it is opened."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,8 +24,8 @@ MOST_CELLS = 100_000
 UNFOLDED = 10
 
 
-def render_html(report: Report, environment: Mapping[str, str], command: str) -> str:
-    """The page for `report`, with the `environment` it was made in and the `command` that made it."""
+def render_html(report: Report, environment: Mapping[str, str], command: str, doctor: Sequence[Mapping[str, str]] = ()) -> str:
+    """The page for `report`, with the `environment` it was made in, the `command` that made it and what `doctor` found worth saying."""
     shown = _shown(report.results)
     return _template().render(
         report=report,
@@ -35,6 +35,7 @@ def render_html(report: Report, environment: Mapping[str, str], command: str) ->
         caught=sum(mutant.caught for mutant in report.mutants),
         mutants=sorted(report.mutants, key=lambda mutant: mutant.caught),
         environment=environment,
+        machine=[finding for finding in doctor if finding["level"] != "ok"],
         command=command,
         failures=[one for one in shown if one.anchor],
         groups=_groups(shown),

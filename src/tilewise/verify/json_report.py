@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewise.verify.result import Report
@@ -12,7 +12,7 @@ SCHEMA = "tilewise.verify"
 VERSION = 1
 
 
-def as_json(report: Report, environment: Mapping[str, str], command: str) -> str:
+def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Mapping[str, str]], command: str) -> str:
     """The report as JSON text. Numbers that JSON does not have become the strings "nan", "inf" and "-inf"."""
     results = [
         {
@@ -31,6 +31,7 @@ def as_json(report: Report, environment: Mapping[str, str], command: str) -> str
         "passed": report.passed,
         "command": command,
         "environment": environment,
+        "doctor": doctor,
         "results": results,
         "mutants": [{**_plain(mutant), "caught": mutant.caught} for mutant in report.mutants],
         "searched": report.searched,

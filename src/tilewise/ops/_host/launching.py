@@ -146,11 +146,14 @@ def row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis, not expanded, not empty."""
+    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis, not expanded, not empty.
+
+    It takes strides below 2^40 bytes.
+    """
     if x.dim() != 4 or x.numel() == 0 or x.data_ptr() % 16 != 0:
         return False
-    per_line = 16 // x.element_size()
-    return all(stride > 0 and stride % per_line == 0 for stride in x.stride()[:-1])
+    per_line, most = 16 // x.element_size(), 2**40 // x.element_size()
+    return all(0 < stride < most and stride % per_line == 0 for stride in x.stride()[:-1])
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

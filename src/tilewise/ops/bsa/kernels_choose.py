@@ -73,7 +73,8 @@ def bsa_choose_kernel(
                 best = tl.max(keys, 1)
                 worst = tl.min(kept, 1)
     # A place that was never taken, and those beyond COUNT, end up last.
-    block = tl.where((o_s < COUNT - 1)[None, :] & (kept > NONE + COUNT_P), -(kept & 0xFFFFFFFF).to(tl.int32) + LAST_BLOCK, LAST_BLOCK)
+    taken = (o_s < COUNT - 1)[None, :] & (kept > NONE + COUNT_P)
+    block = -tl.where(taken, kept & 0xFFFFFFFF, 0).to(tl.int32) + LAST_BLOCK
     block = tl.sort(tl.where((o_s == COUNT - 1)[None, :], own[:, None], block), 1)
     block = tl.where(block == LAST_BLOCK, -1, block)
     m_out = (o_m < Tq)[:, None] & (o_s < COUNT)[None, :]

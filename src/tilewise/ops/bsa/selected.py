@@ -15,7 +15,7 @@ from tilewise.ops.nsa import configs as nsa_configs
 from tilewise.ops.nsa import index
 from tilewise.ops.nsa.index import Named
 from tilewise.ops.nsa.kernels_selected_bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
-from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, index_type
+from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, check_blocks, index_type
 
 
 def choose(
@@ -103,6 +103,7 @@ def make_inputs(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
             "or more that do; take a multiple of 16, or backend='reference'"
         )
+    check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts)
     if parts > 1:
         within = torch.arange(parts, dtype=torch.int32, device=q.device)
         indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)

@@ -59,6 +59,14 @@ class Inputs(NamedTuple):
         return tokens if plain and group_p > 1 and tokens <= 32 and tokens * self.named.slots_p <= configs.UNION_ENTRIES else 0
 
 
+def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
+    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a token can name."""
+    blocks = -(-tokens // block_size)
+    if blocks * parts >= MOST_BLOCKS // power_of_2(max(slots, configs.UNION_ENTRIES)):
+        raise ValueError(f"block_size is {block_size} and there are {tokens} tokens: more blocks than the index can number; take larger blocks")
+    return blocks
+
+
 def make_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,9 +87,7 @@ def make_inputs(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
             "or more that do; take a multiple of 16, or backend='reference'"
         )
-    blocks = -(-q.shape[-3] // block_size)
-    if blocks * parts >= MOST_BLOCKS // power_of_2(max(indices.shape[-1] * parts + parts, configs.UNION_ENTRIES)):
-        raise ValueError(f"block_size is {block_size} and there are {q.shape[-3]} tokens: more blocks than the index can number; take larger blocks")
+    blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
     if indices.dtype != torch.int32 or parts > 1:
         # A number that is no block must not become one when it is cut to 32 bits, or multiplied.
         indices = torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
