@@ -55,13 +55,13 @@ def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:
     return gradient.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
-def _flat(returned: Any) -> list[Any]:
+def flat_outputs(returned: Any) -> list[Any]:
     """What was returned in order, out of tuples within tuples."""
-    return [x for part in returned for x in _flat(part)] if isinstance(returned, tuple | list) else [returned]
+    return [x for part in returned for x in flat_outputs(part)] if isinstance(returned, tuple | list) else [returned]
 
 
 def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
-    values = _flat(returned)
+    values = flat_outputs(returned)
     # A last output that the problem has none of may be there as None.
     while len(values) > len(problem.outputs) and values[-1] is None:
         values.pop()

@@ -1,0 +1,1 @@
+"""Speed beside what a user would pick instead, timed only where it is right."""

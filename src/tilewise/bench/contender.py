@@ -1,0 +1,74 @@
+"""What is timed: tilewise's own backend, anybody's function, plain torch, and the operator's other baselines."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise import registry
+from tilewise.bench.baseline import Baseline, Call, floating_leaves
+from tilewise.bench.operators import Operator
+from tilewise.verify.evaluate import flat_outputs
+from tilewise.verify.implementation import UsageError, load_function
+from tilewise.verify.plan import implementations
+from tilewise.verify.problem import Problem, Tensors
+from tilewise.verify.result import Implementation
+
+OURS = "tilewise"
+PLAIN = "torch"
+
+
+class Contender(NamedTuple):
+    """`implementation` is set for what verify judges; a baseline's output is compared with tilewise's, unless it is `dense` work of another kind."""
+
+    name: str
+    about: str
+    build: Callable[[Problem, Tensors], Call]
+    implementation: Implementation | None = None
+    dense: bool = False
+
+
+def own_implementation(operator: registry.Operator) -> Implementation:
+    """The backend that users get on this machine's device."""
+    found = [implementation for implementation in implementations(operator) if not implementation.interpreted]
+    if not found:
+        raise UsageError("interpreted kernels are not timed: unset TILEWISE_BACKEND to time the CPU backend")
+    return found[0]
+
+
+def contenders(
+    operator: registry.Operator, bench: Operator, impls: Sequence[str], asked: Sequence[str], dtype: torch.dtype, own: Implementation
+) -> list[Contender]:
+    """The subject first: the first of `impls`, or tilewise. `asked` names baselines; by default those that fit the device."""
+    external = {_short(name, impls): Implementation(name, own.device, external=True) for name in impls}
+    found = [Contender(name, one.name, _calls(load_function(operator, one)), one) for name, one in external.items()]
+    found.append(Contender(OURS, f"backend {own.name!r}", _calls(load_function(operator, own)), own))
+    plain = Baseline(PLAIN, "the definition in plain torch, in the same precision", _calls(partial(operator.load("reference"), compute_dtype=dtype)))
+    known = {baseline.name: baseline for baseline in (*bench.baselines, plain)}
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise UsageError(f"{operator.name} has no baseline {unknown[0]!r}: expected some of {', '.join(known)}; any function can be given by --impl")
+    wanted = [known[name] for name in asked] or [baseline for baseline in known.values() if own.device in baseline.on]
+    return found + [Contender(baseline.name, baseline.about, baseline.build, dense=baseline.dense) for baseline in wanted]
+
+
+def _short(name: str, among: Sequence[str]) -> str:
+    """The function's own name, where no other has it."""
+    last = name.rpartition(":")[2]
+    others = [other.rpartition(":")[2] for other in among if other != name]
+    return name if last in (OURS, PLAIN, *others) else last
+
+
+def _calls(function: Callable[..., Any]) -> Callable[[Problem, Tensors], Call]:
+    """Calls of a function with the operator's signature."""
+
+    def build(problem: Problem, tensors: Tensors) -> Call:
+        leaves = floating_leaves(tensors)
+
+        def run() -> list[torch.Tensor]:
+            return flat_outputs(function(**problem.arguments(leaves), **problem.options()))
+
+        return Call(run, [x for x in leaves.values() if x.requires_grad])
+
+    return build

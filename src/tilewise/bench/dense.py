@@ -1,0 +1,147 @@
+"""Dense attention as torch offers it: cuDNN, FlashAttention-2, its choice of fused kernels, FlexAttention."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilewise.bench.baseline import Baseline, Call, CannotRunError, as_leaf
+from tilewise.bench.pairs import causal_pairs, window_pairs
+from tilewise.verify.problem import Problem, Tensors
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What dense attention is asked for: window limits as `flash_attention` has them (causal is a right limit of 0), packed where `lengths` are."""
+
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    scale: float | None = None
+    lengths: tuple[int, ...] = ()
+
+
+def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
+    """torch's scaled_dot_product_attention over `[B, T, H, D]`, each tensor in the layout that it likes best; `backend` or torch's own choice."""
+    if dense.lengths:
+        raise CannotRunError("scaled_dot_product_attention takes no packed sequences")
+    if dense.softcap:
+        raise CannotRunError("scaled_dot_product_attention has no softcap")
+    if dense.left >= 0 or dense.right > 0 or (dense.right == 0 and q.shape[1] != k.shape[1]):
+        raise CannotRunError("scaled_dot_product_attention has no such window without a mask of all pairs")
+    leaves = [as_leaf(x.transpose(1, 2)) for x in (q, k, v)]
+
+    def run() -> tuple[torch.Tensor]:
+        if backend is None:
+            return (_attend(leaves, dense),)
+        with sdpa_kernel(backend):
+            return (_attend(leaves, dense),)
+
+    return Call(_explained(run), leaves, lambda o: o.transpose(1, 2), causal_pairs(q, k) if dense.right == 0 else None)
+
+
+def _attend(leaves: list[torch.Tensor], dense: Dense) -> torch.Tensor:
+    q, k, v = leaves
+    return scaled_dot_product_attention(q, k, v, is_causal=dense.right == 0, scale=dense.scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _explained(run: Callable[[], tuple[torch.Tensor]]) -> Callable[[], tuple[torch.Tensor]]:
+    """The same; where torch has no kernel, its warnings say why, and become the reason."""
+    tried = False
+
+    @functools.wraps(run)
+    def explained() -> tuple[torch.Tensor]:
+        nonlocal tried
+        if tried:
+            return run()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result = run()
+            except RuntimeError as error:
+                reasons = dict.fromkeys(str(warning.message).split(" (Triggered internally")[0] for warning in caught)
+                raise CannotRunError("; ".join(reasons) or str(error).splitlines()[0]) from error
+        tried = True
+        return result
+
+    return explained
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
+    """FlexAttention, compiled: packed sequences as documents of one row, windows by a block mask, softcap in its scores."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    packed = bool(dense.lengths)
+    leaves = [as_leaf((x[None] if packed else x).transpose(1, 2)) for x in (q, k, v)]
+    queries, keys = leaves[0].shape[2], leaves[1].shape[2]
+    off = keys - queries
+    if packed and off:
+        raise CannotRunError("packed queries and keys of different lengths are not written as a FlexAttention mask here")
+    document = torch.repeat_interleave(torch.tensor(dense.lengths or (queries,), device=q.device))
+
+    def keep(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        seen = j >= 0
+        if dense.right >= 0:
+            seen = seen & (j <= i + off + dense.right)
+        if dense.left >= 0:
+            seen = seen & (j >= i + off - dense.left)
+        return seen & (document[i] == document[j]) if packed else seen
+
+    def cap(score: torch.Tensor, _b: torch.Tensor, _h: torch.Tensor, _i: torch.Tensor, _j: torch.Tensor) -> torch.Tensor:
+        return dense.softcap * torch.tanh(score / dense.softcap)
+
+    mask = None
+    if packed or dense.left >= 0 or dense.right >= 0:
+        mask = create_block_mask(keep, None, None, queries, keys, device=str(q.device), BLOCK_SIZE=128)
+    options = {"block_mask": mask, "scale": dense.scale, "enable_gqa": q.shape[-2] != k.shape[-2], "score_mod": cap if dense.softcap else None}
+
+    def run() -> tuple[torch.Tensor]:
+        return (_compiled_flex()(*leaves, **options),)
+
+    def lay_out(o: torch.Tensor) -> torch.Tensor:
+        o = o.transpose(1, 2)
+        return o[0] if packed else o
+
+    return Call(run, leaves, lay_out, window_pairs(q, k, dense.lengths, dense.left, dense.right))
+
+
+Builder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Dense], Call]
+_KINDS: dict[str, tuple[str, Builder, tuple[str, ...]]] = {
+    "cudnn": ("cuDNN's fused attention, through torch", functools.partial(fused, SDPBackend.CUDNN_ATTENTION), ("cuda",)),
+    "fa2": ("FlashAttention-2, through torch", functools.partial(fused, SDPBackend.FLASH_ATTENTION), ("cuda",)),
+    "sdpa": ("scaled_dot_product_attention, torch's own choice of kernel", functools.partial(fused, None), ("cpu",)),
+    "flex": ("FlexAttention, compiled", flex, ("cuda",)),
+}
+NEEDS_GPU = ("cudnn", "fa2")
+
+
+def baselines(describe: Callable[[Problem], Dense], dense: bool) -> tuple[Baseline, ...]:
+    """Dense attention in all its kinds over a problem's q, k and v; `dense` where the operator itself is sparse."""
+
+    def build(name: str, builder: Builder, problem: Problem, tensors: Tensors) -> Call:
+        if name in NEEDS_GPU and tensors["q"].device.type != "cuda":
+            raise CannotRunError("needs a CUDA GPU")
+        return builder(tensors["q"], tensors["k"], tensors["v"], describe(problem))
+
+    return tuple(
+        Baseline(
+            f"dense-{name}" if dense else name,
+            f"dense causal attention, {about}" if dense else about,
+            functools.partial(build, name, builder),
+            on,
+            dense,
+        )
+        for name, (about, builder, on) in _KINDS.items()
+    )

@@ -1,0 +1,131 @@
+"""What was timed, and what comes of it. Everything here can be written as JSON."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tilewise.bench.ceiling import Ceiling
+from tilewise.bench.timing import Times
+
+MODES = ("fwd", "bwd", "fwd+bwd")
+# A ratio this near to 1 is no difference.
+EVEN = 0.02
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What verify said of an implementation on a case: `problem` is the case itself or, where the fp64 truth of that would not fit, a shorter one."""
+
+    problem: str
+    same: bool
+    passed: bool
+    why: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one case in one mode: its times, or the reason why there are none."""
+
+    case: str
+    problem: str
+    tokens: int
+    total_tokens: int
+    mode: str
+    implementation: str
+    times: Times | None = None
+    reason: str = ""
+    operations: int = 0
+    bytes: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    # None for a baseline, which is compared with the operator's output alone.
+    verified: Verified | None = None
+
+    @property
+    def tflops(self) -> float:
+        """By the median."""
+        return self.operations / self.times.median / 1e9 if self.times else 0.0
+
+    @property
+    def gbps(self) -> float:
+        """By the median."""
+        return self.bytes / self.times.median / 1e6 if self.times else 0.0
+
+
+@dataclass
+class Report:
+    """Everything that one run of bench found. Ratios are of `subject`, the implementation in question, to the others."""
+
+    operator: str
+    dtype: str
+    subject: str
+    sparse: bool
+    # Asked for: then nothing was verified.
+    unverified: bool
+    ceiling: Ceiling
+    # By implementation: what it is.
+    about: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+
+    def groups(self) -> Iterator[list[Row]]:
+        """Rows of one case and mode each."""
+        for case, mode in dict.fromkeys((row.case, row.mode) for row in self.rows):
+            yield [row for row in self.rows if (row.case, row.mode) == (case, mode)]
+
+    def ratios(self) -> dict[str, dict[str, list[float]]]:
+        """By mode and baseline: how often the subject runs while the baseline runs once, of every case that both were timed on."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for group in self.groups():
+            for name, ratio in ratios_of(group, self.subject).items():
+                found.setdefault(group[0].mode, {}).setdefault(name, []).append(ratio)
+        return found
+
+    @property
+    def refused(self) -> list[Row]:
+        """What failed verify and was not timed."""
+        return [row for row in self.rows if row.verified and not row.verified.passed and not row.times]
+
+
+def ratios_of(group: Sequence[Row], subject: str) -> dict[str, float]:
+    """By baseline, its median time over the subject's: above 1, the subject is faster."""
+    times = {row.implementation: row.times.median for row in group if row.times}
+    return {name: value / times[subject] for name, value in times.items() if name != subject} if subject in times else {}
+
+
+def verdict(group: Sequence[Row], subject: str) -> str:
+    """One line on one case and mode; empty where the subject was not timed, or nothing beside it."""
+    ratios = ratios_of(group, subject)
+    if not ratios:
+        return ""
+    name, ratio = min(ratios.items(), key=lambda item: item[1])
+    if abs(ratio - 1) <= EVEN:
+        return f"{subject} is even with {name}, the fastest of the others"
+    return f"{subject} is the fastest: {ratio:.2f} × {name}" if ratio > 1 else f"{subject} runs at {ratio:.2f} of {name}"
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """Of at least one."""
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def overtakes(report: Report, mode: str, baseline: str) -> float | None:
+    """The sequence length from which the subject beats a baseline, between measured ones on log axes.
+
+    None where it does at no measured length; the shortest where it does at every one.
+    """
+    points = []
+    for group in report.groups():
+        ratio = ratios_of(group, report.subject).get(baseline)
+        if group[0].mode == mode and ratio is not None:
+            points.append((group[0].tokens, ratio))
+    points.sort()
+    if not points or points[-1][1] < 1:
+        return None
+    last = max((i for i, (_, ratio) in enumerate(points) if ratio < 1), default=None)
+    if last is None:
+        return points[0][0]
+    (short, before), (long, after) = points[last : last + 2]
+    share = -math.log(before) / (math.log(after) - math.log(before))
+    return short * (long / short) ** share

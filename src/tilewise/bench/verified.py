@@ -1,0 +1,50 @@
+"""Whether what is to be timed is right, on the same case."""
+
+import dataclasses
+from collections.abc import Callable
+
+from tilewise import registry
+from tilewise.bench.result import Verified
+from tilewise.verify.problem import Problem
+from tilewise.verify.result import Check, Implementation, Result, Settings
+
+# Scores of all heads that the fp64 truth may have: a gigabyte a copy on a GPU, of which it takes several.
+MOST_SCORES = {"cuda": 1 << 27, "cpu": 1 << 24}
+
+
+def verify_case(
+    run: Callable[[Check], Result], operator: registry.Operator, implementation: Implementation, problem: Problem, dtype: str, gradients: bool
+) -> Verified:
+    """What verify says of an implementation on a problem, or on a shorter one of its kind where the truth would not fit."""
+    checked = problem
+    while _scores(checked) > MOST_SCORES[implementation.device]:
+        checked = shorter(checked)
+    check = Check(operator.name, implementation, written(checked), dtype, Settings(gradients=gradients))
+    result = run(check)
+    failed = [c.name for c in result.comparisons if not c.passed]
+    words = [", ".join(result.statuses), f"({', '.join(failed)})" if failed else "", *(finding.message for finding in result.findings)]
+    why = "" if result.passed else " ".join(word for word in words if word)
+    return Verified(check.case, checked == problem, result.passed, why, "" if result.passed else check.command())
+
+
+def written(problem: Problem) -> str:
+    """The problem as --config takes it, also where all of it is defaults."""
+    return str(problem) or f"D={vars(problem)['D']}"
+
+
+def _scores(problem: Problem) -> int:
+    sizes = vars(problem)
+    batch = 1 if sizes.get("lengths") else sizes.get("B", 1)
+    return int(batch * sizes["H"] * sum(tokens * tokens for tokens in problem.tokens()))
+
+
+def shorter(problem: Problem) -> Problem:
+    """Half the batch, where there is one, else half the tokens."""
+    sizes = vars(problem)
+    lists = {name: sizes[name] for name in ("lengths", "lengths_k", "targets") if sizes.get(name)}
+    if lists:
+        half = (len(sizes["lengths"]) + 1) // 2
+        few = len(sizes["lengths"]) == 1
+        return dataclasses.replace(problem, **{name: tuple(n // 2 for n in x) if few else x[:half] for name, x in lists.items()})
+    halved = ("B",) if sizes["B"] > 1 else ("T", "Tk")
+    return dataclasses.replace(problem, **{name: sizes[name] // 2 for name in halved if sizes.get(name)})

@@ -1,0 +1,176 @@
+"""What is made of the times: statistics, ratios, verdicts, where lines cross, and a comparison with an earlier run."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tilewise.bench.ceiling import Ceiling
+from tilewise.bench.compare import Change, changes, load, parse_tolerance
+from tilewise.bench.json_report import as_json
+from tilewise.bench.plot import draw, kind
+from tilewise.bench.result import Report, Row, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.bench.run import Work
+from tilewise.bench.text import change_lines, summary_lines
+from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
+from tilewise.bench.verified import shorter
+from tilewise.verify.cases.flash import Flash
+from tilewise.verify.cases.hstu import Hstu
+from tilewise.verify.implementation import UsageError
+
+CEILING = Ceiling(100.0, 1000.0, "float32")
+
+
+def row(name, milliseconds, tokens=64, mode="fwd", **fields):
+    times = None if milliseconds is None else summarise([milliseconds])
+    return Row(f"t{tokens}", f"T={tokens},D=32", tokens, tokens, mode, name, times, **{"operations": 10**9, "bytes": 10**6, **fields})
+
+
+def report(*rows, sparse=False):
+    return Report("flash", "fp32", "tilewise", sparse, False, CEILING, {}, list(rows))
+
+
+def test_statistics():
+    times = summarise([float(x) for x in range(100, 0, -1)])
+    assert (times.count, times.min, times.max, times.median, times.p95, times.p99) == (100, 1.0, 100.0, 50.5, 95.0, 99.0)
+    assert times.mean == 50.5
+    assert times.std == pytest.approx(math.sqrt(sum((x - 50.5) ** 2 for x in range(1, 101)) / 99))
+    assert summarise([3.0]).std == 0.0
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 13, 100])
+def test_turns_add_up(count):
+    turns = in_turns(count)
+    assert sum(turns) == count
+    assert len(turns) == TURNS
+    assert max(turns) - min(turns) <= 1
+
+
+def test_runs_that_fit():
+    assert runs_that_fit(7, 1e6) == 7
+    assert runs_that_fit(None, 0.01) == 100
+    assert runs_that_fit(None, 100.0) == 20
+    assert runs_that_fit(None, 1e5) == 5
+
+
+def test_calls_rotate_and_the_cache_is_emptied_before_each():
+    clock = Clock(torch.device("cpu"))
+    seen = []
+    clock._flushed.fill_(1)
+
+    def call(name):
+        def record():
+            seen.append((name, int(clock._flushed[0]), int(clock._flushed[-1])))
+            clock._flushed.fill_(1)
+
+        return record
+
+    assert len(clock.run([call("a"), call("b")], 3, start=1)) == 3
+    assert seen == [("b", 0, 0), ("a", 0, 0), ("b", 0, 0)]
+
+
+def test_operations_and_bytes():
+    work = Work(pairs=10, channels=4, values=6, inputs=100, outputs=30, gradients=80)
+    assert work.operations("fwd", None) == 10 * 2 * 10
+    assert work.operations("bwd", None) == 10 * 2 * (12 + 12)
+    assert work.operations("fwd+bwd", 1) == 2 * 10 + 2 * 24
+    assert (work.bytes("fwd"), work.bytes("bwd"), work.bytes("fwd+bwd")) == (130, 240, 370)
+    assert row("x", 2.0).tflops == 0.5
+    assert row("x", 2.0).gbps == 0.5
+
+
+def test_ratios_and_verdicts():
+    group = [row("tilewise", 2.0), row("cudnn", 1.5), row("fa2", 3.0), row("flex", None, reason="no")]
+    assert ratios_of(group, "tilewise") == {"cudnn": 0.75, "fa2": 1.5}
+    assert verdict(group, "tilewise") == "tilewise runs at 0.75 of cudnn"
+    assert verdict([group[0], group[2]], "tilewise") == "tilewise is the fastest: 1.50 × fa2"
+    assert verdict([row("tilewise", 2.0), row("fa2", 2.01)], "tilewise") == "tilewise is even with fa2, the fastest of the others"
+    assert verdict([row("tilewise", None), row("fa2", 2.01)], "tilewise") == ""
+    assert geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+
+
+def test_where_a_sparse_operator_overtakes():
+    rows = [row("tilewise", 4.0, 1024), row("dense-sdpa", 1.0, 1024), row("tilewise", 8.0, 4096), row("dense-sdpa", 32.0, 4096)]
+    found = report(*rows, sparse=True)
+    # A quarter at 1024 and four times at 4096: halfway on log axes.
+    assert overtakes(found, "fwd", "dense-sdpa") == pytest.approx(2048)
+    assert any("ahead of dense-sdpa from 2048 tokens on" in line for line in summary_lines(found))
+    assert overtakes(report(*rows[:2]), "fwd", "dense-sdpa") is None
+    assert overtakes(report(*rows[2:]), "fwd", "dense-sdpa") == 4096
+    # Ahead, behind and ahead again: from the last crossing on.
+    again = [row("tilewise", 1.0, 512), row("dense-sdpa", 2.0, 512), *rows]
+    assert overtakes(report(*again), "fwd", "dense-sdpa") == pytest.approx(2048)
+    assert json.loads(as_json(found, {}, [], ""))["summary"][0]["overtakes_at"] == pytest.approx(2048)
+
+
+def test_a_summary_names_best_and_worst():
+    rows = [
+        row("tilewise", 1.0, t) if name == "tilewise" else row(name, ratio, t) for t, ratio in ((64, 0.5), (128, 2.0)) for name in ("tilewise", "fa2")
+    ]
+    assert "fwd: tilewise runs at 1.00 × fa2 (best 2.00, worst 0.50, 2 cases)" in list(summary_lines(report(*rows)))
+
+
+@pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), ("0", 0.0), ("12.5%", 0.125)])
+def test_tolerances(text, value):
+    assert parse_tolerance(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["five", "-1%", "nan", "inf", ""])
+def test_a_tolerance_that_is_none(text):
+    with pytest.raises(UsageError, match="expected a share such as 5%"):
+        parse_tolerance(text)
+
+
+def test_a_regression(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(as_json(report(row("tilewise", 1.0), row("tilewise", 1.0, 128), row("fa2", 1.0)), {"device": "x"}, [], ""))
+    now = report(row("tilewise", 1.04), row("tilewise", 1.2, 128), row("tilewise", 9.0, 256), row("fa2", 5.0))
+    found = changes(now, load(path))
+    assert [(change.case, change.regressed(0.05)) for change in found] == [("t64", False), ("t128", True)]
+    lines = list(change_lines(found, 0.05))
+    assert lines[1] == "✗ t128 fwd tilewise: 1.000 -> 1.200 ms (+20.0%)"
+    assert lines[-1] == "FAIL: 1 of 2 slower by more than 5.0%"
+    assert list(change_lines([Change("a", "fwd", "tilewise", 2.0, 1.0)], 0.0))[-1] == "PASS: none of 1 slower by more than 0.0%"
+    with pytest.raises(UsageError, match="none of these cases"):
+        changes(report(row("tilewise", 1.0, 512)), load(path))
+    other = Report("hstu", "fp32", "tilewise", False, False, CEILING, {}, [])
+    with pytest.raises(UsageError, match="a run of flash in fp32, this one of hstu"):
+        changes(other, load(path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "tilewise.verify", "version": 1}'])
+def test_a_file_that_is_no_run(tmp_path, text):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="expected a file that `tilewise bench` saved"):
+        load(path)
+    with pytest.raises(UsageError, match="expected a file"):
+        load(tmp_path / "nowhere.json")
+
+
+def test_the_plot_has_a_line_for_each_implementation():
+    rows = [row(name, t / 64, t) for name in ("tilewise", "fa2") for t in (64, 128, 256)]
+    picture = draw(report(*rows), "svg").decode()
+    assert picture.count("<svg") == 1
+    assert len(draw(report(*rows), "png")) > 1000
+    assert kind(rows[0]) == "D=32"
+    with pytest.raises(UsageError, match="nothing was timed"):
+        draw(report(row("tilewise", None)), "png")
+    with pytest.raises(UsageError, match="--plot"):
+        draw(report(*rows), "docx")
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (Flash(B=4, T=64), Flash(B=2, T=64)),
+        (Flash(T=64, Tk=30), Flash(T=32, Tk=15)),
+        (Flash(lengths=(8, 9, 10)), Flash(lengths=(8, 9))),
+        (Flash(lengths=(8,), lengths_k=(6,)), Flash(lengths=(4,), lengths_k=(3,))),
+        (Hstu(lengths=(8, 9), targets=(1, 2)), Hstu(lengths=(8,), targets=(1,))),
+    ],
+    ids=str,
+)
+def test_shorter_problems_of_the_same_kind(problem, expected):
+    assert shorter(problem) == expected
