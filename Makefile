@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help verify test test-all test-slow lint types format clean
+.PHONY: help verify bench test test-all test-slow inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
+	@echo "make bench     install, then time every operator beside what a user would pick instead, into bench/"
 	@echo "make test      install, then lint, types and tests"
 	@echo "make test-all  the same with the tests marked slow"
+	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
+	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +22,12 @@ $(READY): pyproject.toml constraints.txt
 
 verify: $(READY)
 	$(BIN)/tilewise verify
+
+bench: $(READY)
+	@mkdir -p bench
+	@for operator in flash nsa nsa-compressed nsa-selected hstu bsa; do \
+	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png --html bench/$$operator.html || exit 1; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,9 +45,16 @@ test-slow: $(READY)
 test-all: lint types
 	$(BIN)/pytest -n auto
 
+inspect: $(READY)
+	$(BIN)/tilewise inspect --check
+
+# The variable keeps an announcement of Material for MkDocs out of the output.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis site

@@ -1,22 +1,40 @@
 """What the documents claim is what is there."""
 
+import contextlib
+import inspect
+import io
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+import mytorch
 import tilewise
+from tilewise import nn, trace, verify
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+READMES = {"README.md": "README.zh-CN.md", "README.zh-CN.md": "README.md"}
 
 
-def test_the_readme_shows_the_measured_table():
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def without_code(text):
+    return BLOCK.sub("", text)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/flash.md"])
+def test_the_measured_table_is_shown(name):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from table import table
 
-    assert table(ROOT / "benchmarks" / "results" / "flash-h200.json") in (ROOT / "README.md").read_text()
+    assert table(ROOT / "benchmarks" / "results" / "flash-h200.json") in read(name)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -33,3 +51,79 @@ def test_every_make_target_of_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^\$? ?make (\S+)", (ROOT / "README.md").read_text(), flags=re.M):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def parts(name):
+    """What the two READMEs must share: code, inline code, levels of headings, numbers of each table, and links, but for those to each other."""
+    text = read(name)
+    prose = without_code(text)
+    tables = [line for line in prose.splitlines() if line.startswith("|")]
+    return {
+        "code": BLOCK.findall(text),
+        "inline code": sorted(re.findall(r"`[^`\n]+`", prose)),
+        "headings": re.findall(r"^#+ ", prose, flags=re.M),
+        "tables": [(line.count("|"), re.findall(r"\d[\d.,]*\d|\d", line)) for line in tables],
+        "lists": len(re.findall(r"^- ", prose, flags=re.M)),
+        "links": sorted(target for target in re.findall(r"\]\(([^)]+)\)", prose) if target != READMES[name]),
+    }
+
+
+def test_the_readmes_say_the_same():
+    english, chinese = (parts(name) for name in READMES)
+    for part in english:
+        assert english[part] == chinese[part], part
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_readmes_link_to_each_other_at_their_top(name):
+    assert f"]({READMES[name]})" in read(name).splitlines()[2]
+
+
+def test_the_navigation_names_every_page_once():
+    yaml = pytest.importorskip("yaml", reason="the documentation's tools are not installed")
+
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [leaf for below in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(below)]
+
+    assert sorted(leaves(yaml.safe_load(read("mkdocs.yml"))["nav"])) == [str(path.relative_to(ROOT / "docs")) for path in PAGES]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_render_as_they_are_meant(path):
+    """A blank line stands above each list and table, or mkdocs takes them for a part of the paragraph; pictures have words for those who see none."""
+    text = without_code(path.read_text(encoding="utf-8"))
+    item, inside = r"(- |\d+\. |\|)", r"(- |\d+\. |\||  |$)"
+    for above, line in pairwise(text.splitlines()):
+        assert not re.match(item, line) or re.match(inside, above), line
+    assert all(len(words) > 40 for words in re.findall(r"!\[([^\]]*)\]", text))
+
+
+def test_the_first_call_prints_what_the_page_shows():
+    (code, shown) = (text for kind, text in BLOCK.findall(read("docs/index.md")) if kind in ("python", "text"))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "docs/index.md", "exec"), {})
+    assert out.getvalue() == shown
+
+
+def test_the_api_page_has_every_public_name():
+    modules = (tilewise, nn, verify, trace, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+    public = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
+    documented = [name for name in public if callable(getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]))]
+    # A name for Tensor.cat, and classes of numbers that NumPy documents.
+    others = {"mytorch.cat", "mytorch.bool_", "mytorch.float16", "mytorch.float32", "mytorch.float64", "mytorch.int64"}
+    shown = re.findall(r"^::: (\S+)$", read("docs/api.md"), flags=re.M)
+    # Where a module and the function in it share a name, the page says which: module.function.function.
+    shown = [name if name in public else re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in shown]
+    assert sorted(shown) == sorted(set(documented) - others)
+
+
+@pytest.mark.parametrize("name", [*sorted(set(tilewise.__all__) - {"__version__"}), "verify"])
+def test_docstrings_name_the_arguments_there_are(name):
+    """The API page shows them; a line may name several."""
+    function = verify.verify if name == "verify" else getattr(tilewise, name)
+    arguments = re.search(r"Args:\n(.*?)(\n\n|\Z)", inspect.getdoc(function), flags=re.S)[1]
+    named = [word for line in re.findall(r"^    (\w[\w, ]*):", arguments, flags=re.M) for word in line.split(", ")]
+    assert sorted(named) == sorted(inspect.signature(function).parameters)

@@ -163,11 +163,102 @@ def sanity(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding."""
-    from tilewise.doctor import examine, print_findings
+def bench(
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa, nsa-compressed, nsa-selected, hstu or bsa.")],
+    impl: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="Time this function beside ours; may be repeated.")] = None,
+    baseline: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these baselines; may be repeated.")] = None,
+    config: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A case by name; may be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="B=..,T=..", help="A case written out; may be repeated.")] = None,
+    mode: Annotated[str, typer.Option(help="Some of fwd, bwd and fwd+bwd.")] = "fwd,bwd",
+    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; by default bf16 on a GPU, fp32 on a CPU.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs that do not count.")] = 10,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs that count; by default 100, or what fits two seconds, but at least 5.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Save here, not as bench-OP-DEVICE.json in this folder.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed over length.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with tables and the plot.")] = None,
+    compare: Annotated[Path | None, typer.Option(metavar="OLD.json", help="Exit with 1 where a case is slower than in this run.")] = None,
+    tolerance: Annotated[str, typer.Option(help="By how much it may be slower.")] = "5%",
+    unverified: Annotated[bool, typer.Option("--unverified", help="Time without verifying, and say so in the result.")] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Save nothing, unless --json names a file.")] = False,
+    list_names: Annotated[bool, typer.Option("--list", help="List cases and baselines.")] = False,
+) -> None:
+    """Time an operator beside what a user would pick instead. Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage."""
+    from tilewise.bench.command import Request, list_cases, run_request
+    from tilewise.verify.implementation import UsageError
 
-    if not print_findings(examine(), _console()):
+    console = _console()
+    try:
+        if list_names:
+            list_cases(operator, console)
+            return
+        modes = [name.strip() for name in mode.split(",")]
+        choice = Request(operator, impl or [], baseline or [], config or [], shape or [], modes, dtype, warmup, iterations, json, plot, html, compare)
+        command = shlex.join(["tilewise", *sys.argv[1:]])
+        passed = run_request(replace(choice, tolerance=tolerance, unverified=unverified, save=not no_save, command=command), console)
+    except UsageError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    operator: Annotated[str | None, typer.Argument(metavar="[OP]", help="The operator, or a file that --json wrote.")] = None,
+    impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Compile what this function launches, in place of ours.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Some of sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120; all by default.")] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="I", help="Only configuration I of tilewise sanity --list; with --impl a case, small by default.")
+    ] = None,
+    direction: Annotated[str | None, typer.Option(help="Only forward or backward.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
+    sass: Annotated[bool, typer.Option("--sass", help="Print the SASS of every kernel too.")] = False,
+    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="What changes to configuration, FILE.py:FUNCTION or saved file OTHER.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it as JSON.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Hold all default configurations to the allowances.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="With --check: rewrite the allowances.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Instead: launches at 10 million tokens, for 32-bit overflow and grid limits.")] = False,
+) -> None:
+    """Compile kernels without a GPU: registers, spills, shared memory, instructions, occupancy. Exit code 1: --check or --audit failed, 2: usage."""
+    from tilewise.inspect.audit import PARTS, print_audit
+    from tilewise.inspect.audit import audit as audit_operators
+    from tilewise.inspect.command import Request, run_inspect
+    from tilewise.verify.implementation import UsageError
+
+    console = _console()
+    command = shlex.join(["tilewise", *sys.argv[1:]])
+    try:
+        if audit:
+            if any((impl, arch, config, direction, sass, diff, json, check, update)):
+                raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
+            passed = print_audit(audit_operators([operator] if operator else list(PARTS)), console)
+        else:
+            passed = run_inspect(Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command), console)
+    except UsageError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None) -> None:
+    """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding. Exit code 1: a problem; 2: wrong usage."""
+    from json import dumps
+
+    from tilewise.doctor import as_json, examine, print_findings
+
+    findings, console = examine(), _console()
+    healthy = print_findings(findings, console)
+    if json:
+        try:
+            json.write_text(dumps(as_json(findings), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            console.print(f"[red]error[/]: {escape(str(json))} cannot be written: {error.strerror}", highlight=False)
+            raise typer.Exit(2) from None
+    if not healthy:
         raise typer.Exit(1)
 
 

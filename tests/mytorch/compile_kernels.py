@@ -3,16 +3,14 @@
 `compile_kernels.py ARCHITECTURE DTYPE SET`: SET is `main` (matrix products and convolution) or `all`.
 """
 
-import dataclasses
-import json
 import sys
 
 import numpy as np
 import torch
+from compile_launches import print_facts
 
 from mytorch.backends.base import BINARY, COMPARISONS, UNARY
 from mytorch.backends.cuda import CudaBackend
-from tilewise.inspect.compile import compile_launch
 from tilewise.ops._host.launching import capture
 
 BACKEND = CudaBackend(torch.device("meta"))
@@ -106,8 +104,7 @@ def main(architecture: int, dtype: torch.dtype, whole: bool) -> None:
             elements(dtype)
             numbers(dtype)
             integers()
-    found = [dataclasses.asdict(compile_launch(item, architecture)) for item in launches]
-    print(json.dumps([{name: value for name, value in item.items() if name != "ptx"} for item in found]))
+    print_facts(launches, architecture)
 
 
 main(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "all")

@@ -15,11 +15,11 @@ OTHERS = (
 
 def check(architecture: int, dtype: str, which: str, expected: tuple[str, ...]) -> None:
     kernels = compiled(SCRIPT, architecture, dtype, which)
-    assert {f"mytorch_{name}_kernel" for name in expected} <= {kernel["name"] for kernel in kernels}
+    assert {f"mytorch_{name}_kernel" for name in expected} <= {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         assert not kernel["wgmma_serialised"], kernel
-        multiplies = any(part in kernel["name"] for part in ("matmul", "conv2d"))
-        assert kernel["spilled"] <= ((0 if architecture == 90 else 128) if multiplies else 16), kernel
+        multiplies = any(part in kernel["kernel"] for part in ("matmul", "conv2d"))
+        assert kernel["spill_stores"] <= ((0 if architecture == 90 else 128) if multiplies else 16), kernel
 
 
 def test_hopper():

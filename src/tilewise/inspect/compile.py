@@ -1,37 +1,78 @@
 """Compiles launches for any GPU on a machine that has none, through Triton's ordinary path, and reads off what they use."""
 
+import contextlib
+import io
 import re
-import subprocess
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise.inspect.facts import WARP, Facts
 from tilewise.ops._host.launching import Launch
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled for one architecture: registers a thread, spilt bytes, shared memory in bytes, and how it multiplies."""
+    """One kernel as Triton compiled it for one architecture; `log` is what ptxas said, empty where Triton had the kernel in its cache."""
 
-    name: str
+    kernel: Any
     architecture: int
-    registers: int
-    spilled: int
-    shared_memory: int
-    wgmma: bool
-    wgmma_serialised: bool
-    ptx: str
+    log: str
+
+    @property
+    def ptx(self) -> str:
+        """The kernel as Triton hands it to ptxas."""
+        return str(self.kernel.asm["ptx"])
+
+    @property
+    def cubin(self) -> bytes:
+        """The kernel as a GPU runs it."""
+        return bytes(self.kernel.asm["cubin"])
+
+    def facts(self) -> Facts:
+        """What it uses."""
+        name, ptx = self.kernel.metadata.name, self.ptx
+        spilled = re.search(rf"Function properties for {re.escape(name)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads", self.log, re.DOTALL)
+        registers = re.search(r"Used (\d+) registers", self.log)
+        threads = re.search(r"\.(?:req|max)ntid (\d+)", ptx)
+        if spilled is None or registers is None or threads is None:
+            raise RuntimeError(f"ptxas said nothing of registers for {name} on sm_{self.architecture}: {self.log.strip()}")
+        return Facts(
+            kernel=name,
+            architecture=self.architecture,
+            registers=int(registers[1]),
+            spill_stores=int(spilled[1]),
+            spill_loads=int(spilled[2]),
+            shared_memory=self.kernel.metadata.shared,
+            tensor_memory=getattr(self.kernel.metadata, "tmem_size", 0) or 0,
+            warps=int(threads[1]) // WARP,
+            multiplies="tt.dot" in self.kernel.asm["ttir"],
+            wgmma="wgmma.mma_async" in ptx,
+            wgmma_serialised="wgmma" in self.log and "serialized" in self.log,
+            tma="cp.async.bulk.tensor" in ptx,
+            tcgen05="tcgen05.mma" in ptx,
+            ptxas=ptxas_version(self.architecture),
+        )
+
+
+def ptxas_version(architecture: int) -> str:
+    """Of the assembler that Triton takes for an architecture."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    said = get_ptxas_version(architecture)
+    version = re.search(r"V([\d.]+)", said)
+    return version[1] if version else str(said).strip()
 
 
 class _NoDriver:
     """Stands in for a CUDA driver: tells Triton which GPU to compile for, and nothing else."""
 
     def __init__(self, architecture: int) -> None:
-        self._target = GPUTarget("cuda", architecture, 32)
+        self._target = GPUTarget("cuda", architecture, WARP)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -46,42 +87,31 @@ class _NoDriver:
         return torch.device("cpu")
 
 
-def compile_launch(launch: Launch, architecture: int) -> Compiled:
-    """Compile a launch (its tensors may be on the `meta` device) for an architecture, 90 for an H100. Needs a process that does not interpret."""
-    if triton.knobs.runtime.interpret:
-        raise RuntimeError("this process interprets kernels (TRITON_INTERPRET=1): compile in one where that is unset")
+@contextlib.contextmanager
+def without_driver(architecture: int) -> Iterator[None]:
+    """Inside, Triton takes the GPU to be of this architecture."""
     active = triton.runtime.driver._active
     triton.runtime.driver.set_active(_NoDriver(architecture))
     try:
-        kernel = launch.kernel.warmup(grid=(1,), **launch.arguments)
-        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        yield
     finally:
         triton.runtime.driver._active = active
-    ptx = kernel.asm["ptx"]
-    report = _assemble(ptx, architecture)
-    registers = re.search(r"Used (\d+) registers", report)
-    spilled = re.search(r"(\d+) bytes spill stores", report)
-    if registers is None or spilled is None:
-        raise RuntimeError(f"ptxas said nothing of registers for {launch.kernel.__name__} on sm_{architecture}: {report.strip()}")
-    return Compiled(
-        name=launch.kernel.__name__,
-        architecture=architecture,
-        registers=int(registers[1]),
-        spilled=int(spilled[1]),
-        shared_memory=kernel.metadata.shared,
-        wgmma="wgmma.mma_async" in ptx,
-        wgmma_serialised="wgmma" in report and "serialized" in report,
-        ptx=ptx,
-    )
 
 
-def _assemble(ptx: str, architecture: int) -> str:
-    """What ptxas says of registers, spills and serialised wgmma."""
-    from triton.backends.nvidia import compiler
+def compile_launch(launch: Launch, architecture: int, always: bool = False) -> Compiled:
+    """Compile a launch (its tensors may be on the `meta` device) for an architecture, 90 for an H100. Needs a process that does not interpret.
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [compiler.get_ptxas(architecture).path, "-v", f"--gpu-name={compiler.sm_arch_from_capability(architecture)}", str(source)]
-        result = subprocess.run([*command, "-o", str(Path(folder, "kernel.cubin"))], capture_output=True, text=True)
-    return result.stdout + result.stderr
+    `always` compiles what Triton has in its cache too, for what ptxas says is not kept there.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("this process interprets kernels (TRITON_INTERPRET=1): compile in one where that is unset")
+    said = io.StringIO()
+    if always:
+        launch.kernel.device_caches.clear()
+    with without_driver(architecture), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        if always:
+            triton.knobs.compilation.always_compile = True
+        kernel = launch.kernel.warmup(grid=(1,), **launch.arguments)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    return Compiled(kernel, architecture, said.getvalue())

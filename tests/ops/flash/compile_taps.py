@@ -36,7 +36,7 @@ def main(module: str, without: bool) -> None:
         compiled = compile_launch(item, 90)
         # Lines of the source are debug information, not code.
         code = re.sub(r"(?m)^\s*\.(loc|file).*\n|^\$L__tmp.*\n|\s*//.*$", "", compiled.ptx.split(".section")[0])
-        digests[compiled.name] = hashlib.sha256(code.encode()).hexdigest()
+        digests[item.kernel.__name__] = hashlib.sha256(code.encode()).hexdigest()
     print(json.dumps(digests))
 
 

@@ -1,28 +1,23 @@
-"""The kernels compiled for GPUs that are not here: they fit, spill no more than a little, and use the fast matrix units."""
+"""The kernels compiled for GPUs that are not here: they fit, spill no more than a little, and use the fast matrix units.
 
-from pathlib import Path
+The usual problems are `tilewise inspect --check`'s; these are the others.
+"""
 
 import pytest
-from compiling import compiled
+from compiling import SCRIPT, compiled
 
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
 MULTIPLYING = ("flash_fwd", "flash_bwd_dkdv", "flash_bwd_dq", "choose_scores", "fwd_lists", "fwd_union", "bwd_lists", "bwd_union")
 
 
 def check(architecture: int, dtype: str, channels: int, block: int, group: int, spilled: int) -> None:
-    kernels = compiled(SCRIPT, architecture, dtype, channels, block, group)
-    names = [kernel["name"] for kernel in kernels]
+    kernels = compiled(SCRIPT, "nsa:launches", architecture, dtype, channels, block, group)
+    names = [kernel["kernel"] for kernel in kernels]
     assert all(any(part in name for name in names) for part in (*MULTIPLYING[:5], "bwd_lists", "compress", "combine", "index_count", "choose_best"))
     for kernel in kernels:
-        assert kernel["spilled"] <= spilled, kernel
-        multiplies = any(part in kernel["name"] for part in MULTIPLYING)
+        assert kernel["spill_stores"] <= spilled, kernel
+        multiplies = any(part in kernel["kernel"] for part in MULTIPLYING)
         if architecture == 90 and dtype != "float32" and multiplies and block >= 64:
             assert kernel["wgmma"], kernel
-
-
-@pytest.mark.parametrize("architecture", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
-def test_the_default_kernels(architecture):
-    check(architecture, "bfloat16", 128, 64, 16, spilled=500)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
-    return arguments | ({"maxnreg": config.registers} if config.registers and q.is_cuda else {})
+    return arguments | ({"maxnreg": config.registers} if config.registers and q.device.type != "cpu" else {})
 
 
 def _positive(scale: float) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""What the default configurations are held to: bytes that a kernel may spill, by architecture, and a few more; `allowances.json` says which.
+
+Only `tilewise inspect --check --update` writes that file.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilewise.inspect.facts import CARDS, fits
+from tilewise.inspect.request import Row
+
+FILE = Path(__file__).with_name("allowances.json")
+# Operators that together launch every kernel there is, and a card of each family of tiles.
+OPERATORS = ("flash", "nsa", "nsa-attend", "hstu", "bsa")
+ARCHITECTURES = (80, 86, 90, 100)
+# The rules for Hopper and for the smallest card are about 64 and 128 channels; on the others the wider problems, which take more of everything, do.
+WIDE = (80, 100)
+# Every operator must run on a card with this little shared memory.
+SMALLEST = 86
+
+
+@dataclass(frozen=True)
+class Allowances:
+    """Bytes spilt, stored and loaded, by architecture and kernel, 0 where none is named.
+
+    For Hopper: kernels that may multiply without wgmma, or have it serialised. `ptxas` are the assemblers that the figures come from: others spill
+    otherwise.
+    """
+
+    ptxas: dict[str, str] = field(default_factory=dict)
+    spilled: dict[str, dict[str, int]] = field(default_factory=dict)
+    without_wgmma: list[str] = field(default_factory=list)
+    serialised: list[str] = field(default_factory=list)
+
+
+def read_allowances() -> Allowances:
+    """As they are committed."""
+    return Allowances(**json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def write_allowances(allowances: Allowances) -> None:
+    """The explicit change."""
+    document: dict[str, Any] = vars(allowances)
+    FILE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def measured(rows: Sequence[Row]) -> Allowances:
+    """What the kernels do now, as allowances."""
+    found = Allowances()
+    for row in rows:
+        if row.facts is None:
+            continue
+        architecture = f"sm_{row.architecture}"
+        found.ptxas[architecture] = row.facts.ptxas
+        if _spilled(row):
+            found.spilled.setdefault(architecture, {})[row.place] = _spilled(row)
+        if _wants_wgmma(row) and not row.facts.wgmma:
+            found.without_wgmma.append(row.place)
+        if _wants_wgmma(row) and row.facts.wgmma_serialised:
+            found.serialised.append(row.place)
+    return found
+
+
+def _spilled(row: Row) -> int:
+    assert row.facts is not None
+    return row.facts.spill_stores + row.facts.spill_loads
+
+
+def _wants_wgmma(row: Row) -> bool:
+    return row.architecture == 90 and row.facts is not None and row.facts.multiplies
+
+
+def violations(rows: Sequence[Row], allowed: Allowances) -> list[str]:
+    """A line for each kernel that breaks a rule."""
+    lines: list[str] = []
+    for row in rows:
+        lines += [f"sm_{row.architecture} {row.place}: {what}" for what in _broken(row, allowed)]
+    small = [row for row in rows if row.architecture == SMALLEST]
+    for operator in dict.fromkeys(row.operator for row in small):
+        labels = dict.fromkeys(row.label for row in small if row.operator == operator)
+        if not any(all(row.facts and fits(row.facts) for row in small if (row.operator, row.label) == (operator, label)) for label in labels):
+            lines.append(f"sm_{SMALLEST} {operator}: no configuration fits {CARDS[SMALLEST].shared_memory:,} bytes of shared memory")
+    return lines
+
+
+def _broken(row: Row, allowed: Allowances) -> list[str]:
+    if row.facts is None:
+        return [f"does not compile: {row.error}"]
+    found: list[str] = []
+    limit = allowed.spilled.get(f"sm_{row.architecture}", {}).get(row.place, 0)
+    if _spilled(row) > limit:
+        found.append(f"spills {_spilled(row)} bytes ({row.facts.spill_stores} stored, {row.facts.spill_loads} loaded), allowed are {limit}")
+    if not fits(row.facts):
+        found.append(f"takes {row.facts.shared_memory:,} bytes of shared memory, and a block may have {CARDS[row.architecture].shared_memory:,}")
+    if _wants_wgmma(row) and not row.facts.wgmma and row.place not in allowed.without_wgmma:
+        found.append("multiplies without wgmma")
+    if _wants_wgmma(row) and row.facts.wgmma_serialised and row.place not in allowed.serialised:
+        found.append("its wgmma are serialised")
+    return found

@@ -1,0 +1,88 @@
+"""What one compiled kernel uses, and the GPUs it may run on: what each offers, and how many blocks of the kernel it holds at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One kernel on one architecture: registers a thread, bytes spilt by a thread, bytes of shared memory, columns of tensor memory, warps of a
+    block; whether it multiplies matrices, and by what. `ptxas` is the assembler's version; `mix` counts the instructions of its SASS, None where
+    nobody asked."""
+
+    kernel: str
+    architecture: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared_memory: int
+    tensor_memory: int
+    warps: int
+    multiplies: bool
+    wgmma: bool
+    wgmma_serialised: bool
+    tma: bool
+    tcgen05: bool
+    ptxas: str
+    mix: Mapping[str, int] | None = None
+
+
+class Card(NamedTuple):
+    """What GPUs of one compute capability offer: shared memory of a block and of a processor in bytes, warps and blocks of a processor."""
+
+    examples: str
+    shared_memory: int
+    shared_memory_all: int
+    warps: int
+    blocks: int
+
+
+# From the table of technical specifications by compute capability in NVIDIA's CUDA programming guide.
+CARDS = {
+    80: Card("A100", 163 << 10, 164 << 10, 64, 32),
+    86: Card("RTX 30, A10, A40", 99 << 10, 100 << 10, 48, 16),
+    89: Card("RTX 40, L4, L40", 99 << 10, 100 << 10, 48, 24),
+    90: Card("H100, H200", 227 << 10, 228 << 10, 64, 32),
+    100: Card("B100, B200", 227 << 10, 228 << 10, 64, 32),
+    120: Card("RTX 50", 99 << 10, 100 << 10, 48, 24),
+}
+# Of every one of them: registers of a processor, which are handed out to warps by the unit, to its four quarters alike; the bytes that shared memory
+# comes in, and that each block takes beside its own; columns of tensor memory of a processor, where it has any.
+REGISTERS, REGISTER_UNIT, QUARTERS = 65536, 256, 4
+SHARED_UNIT, SHARED_OF_BLOCK = 128, 1024
+TENSOR_COLUMNS = 512
+WARP = 32
+
+
+class Occupancy(NamedTuple):
+    """Blocks and warps that a processor holds at a time, and what there is not enough of for one block more."""
+
+    blocks: int
+    warps: int
+    limit: str
+
+
+def _whole(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def occupancy(facts: Facts) -> Occupancy:
+    """How much of a processor the kernel can fill."""
+    card = CARDS[facts.architecture]
+    warps_of_quarter = REGISTERS // QUARTERS // _whole(facts.registers * WARP, REGISTER_UNIT)
+    limits = {
+        "warps": card.warps // facts.warps,
+        "blocks": card.blocks,
+        "registers": warps_of_quarter * QUARTERS // facts.warps,
+        "shared memory": card.shared_memory_all // (_whole(facts.shared_memory, SHARED_UNIT) + SHARED_OF_BLOCK) if fits(facts) else 0,
+    }
+    if facts.tensor_memory:
+        limits["tensor memory"] = TENSOR_COLUMNS // facts.tensor_memory
+    limit = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limit], limits[limit] * facts.warps, limit)
+
+
+def fits(facts: Facts) -> bool:
+    """Whether a block may have so much shared memory."""
+    return facts.shared_memory <= CARDS[facts.architecture].shared_memory

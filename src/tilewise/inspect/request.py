@@ -1,0 +1,61 @@
+"""What is to be compiled, as the command hands it to the processes that compile; and what comes of it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.inspect.facts import Facts, fits, occupancy
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Operators; one implementation in place of ours, called for `case`; one configuration by number, else the defaults, and `every` one else.
+
+    `wide` are architectures on which problems of 64 channels are left out. `direction` is both where it is empty. `mix` wants the instruction mix,
+    `sass` the SASS itself.
+    """
+
+    operators: tuple[str, ...]
+    impl: str | None = None
+    case: str = "small"
+    config: int | None = None
+    every: bool = True
+    wide: tuple[int, ...] = ()
+    direction: str = ""
+    dtype: str = "bf16"
+    mix: bool = True
+    sass: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one problem or configuration on one architecture: what it uses, or why it does not compile, or has no instruction mix."""
+
+    architecture: int
+    operator: str
+    label: str
+    direction: str
+    kernel: str
+    facts: Facts | None
+    error: str = ""
+    sass: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the kernel belongs, in one line."""
+        return f"{self.operator} {self.label}: {self.kernel}"
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, and what follows for the card."""
+        document = dataclasses.asdict(self)
+        if self.facts:
+            document["occupancy"] = occupancy(self.facts)._asdict()
+            document["fits"] = fits(self.facts)
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "Row":
+        """What `as_json` wrote."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        values = {name: value for name, value in document.items() if name in names}
+        return cls(**values | {"facts": Facts(**values["facts"]) if values["facts"] else None})

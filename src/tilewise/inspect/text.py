@@ -1,0 +1,94 @@
+"""Rows as a table on a terminal, and as lines that say all of it elsewhere."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
+from tilewise.inspect.request import Row
+
+# Columns of the instruction mix: what they are called, and what they count.
+MIX = {"mma": "matrix", "ex2": "exp2", "fma": "fma", "ldg": "global loads", "lds": "shared loads", "st": "stores", "bar": "barriers"}
+COLUMNS = ("kernel", "regs", "spill", "shared", "matrix unit", *MIX, "occupancy")
+SHORT = {"shared memory": "shared", "tensor memory": "tensor"}
+
+
+def kilobytes(count: int) -> str:
+    """1,024 bytes each."""
+    return f"{count / 1024:.1f}"
+
+
+def units(facts: Facts) -> str:
+    """What multiplies, and whether tiles come through tensor descriptors."""
+    if facts.wgmma:
+        unit = "wgmma serialised" if facts.wgmma_serialised else "wgmma"
+    else:
+        unit = "tcgen05" if facts.tcgen05 else "mma" if facts.multiplies else ""
+    return " ".join(filter(None, (unit, "tma" if facts.tma else "")))
+
+
+def card_line(architecture: int) -> str:
+    """What a card offers."""
+    card = CARDS[architecture]
+    shared = f"{card.shared_memory >> 10} KB of shared memory a block, {card.shared_memory_all >> 10} KB a processor"
+    return f"sm_{architecture} ({card.examples}): {shared}; {card.warps} warps, {card.blocks} blocks"
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """A table an architecture on a terminal, else a line a kernel."""
+    if not console.is_terminal:
+        for row in rows:
+            console.print(line(row), markup=False, highlight=False)
+        return
+    for architecture, group in groupby(rows, key=lambda row: row.architecture):
+        console.print(_table(architecture, list(group)))
+
+
+def line(row: Row) -> str:
+    """All of a row."""
+    start = f"sm_{row.architecture} {row.place}:"
+    if row.facts is None:
+        return f"{start} does not compile: {row.error}"
+    facts, filled, card = row.facts, occupancy(row.facts), CARDS[row.architecture]
+    spilled = f"spills {facts.spill_stores} bytes ({facts.spill_loads} loaded)" if facts.spill_stores or facts.spill_loads else "no spill"
+    shared = f"{kilobytes(facts.shared_memory)} of {card.shared_memory >> 10} KB shared"
+    parts = [f"{facts.registers} registers", spilled, shared if fits(facts) else f"{shared}: DOES NOT FIT", units(facts)]
+    if row.error:
+        parts.append(f"no instruction mix: {row.error}")
+    if facts.mix is not None:
+        parts.append(", ".join(f"{name} {facts.mix[kind]}" for name, kind in MIX.items()))
+    parts.append(f"{filled.blocks} x {facts.warps} of {card.warps} warps ({filled.limit})")
+    return f"{start} {'; '.join(filter(None, parts))}"
+
+
+def _table(architecture: int, rows: Sequence[Row]) -> Table:
+    table = Table(title=card_line(architecture), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("kernel", "matrix unit", "occupancy") else "right", no_wrap=name != "kernel")
+    errors: list[str] = []
+    for place, group in groupby(rows, key=lambda row: (row.operator, row.label)):
+        table.add_row(Text(" ".join(place), style="bold"))
+        for row in group:
+            table.add_row(*_cells(row))
+            if row.error:
+                errors.append(f"{row.place}: {row.error}")
+    if errors:
+        table.caption, table.caption_justify = "\n".join(errors), "left"
+    return table
+
+
+def _cells(row: Row) -> Iterator[Text | str]:
+    yield f"  {row.kernel.replace('_kernel', '')}"
+    if row.facts is None:
+        yield from (Text("does", style="red"), Text("not", style="red"), Text("compile", style="red"))
+        return
+    facts, filled = row.facts, occupancy(row.facts)
+    yield str(facts.registers)
+    yield Text(f"{facts.spill_stores}+{facts.spill_loads}", style="yellow") if facts.spill_stores or facts.spill_loads else "0"
+    yield Text(kilobytes(facts.shared_memory), style="" if fits(facts) else "red")
+    yield Text(units(facts), style="red" if facts.wgmma_serialised else "")
+    yield from (("-" if facts.mix is None else str(facts.mix[kind])) for kind in MIX.values())
+    yield f"{filled.blocks}x{facts.warps}/{CARDS[row.architecture].warps} {SHORT.get(filled.limit, filled.limit)}"

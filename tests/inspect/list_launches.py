@@ -1,0 +1,27 @@
+"""Prints as JSON which launches there are on sm_90: those that `tilewise inspect --check` compiles, and those of every configuration."""
+
+import json
+
+import torch
+
+from tilewise.inspect import operators
+from tilewise.inspect.allowances import OPERATORS
+from tilewise.inspect.request import Wanted
+from tilewise.inspect.worker import wanted_launches
+from tilewise.sanity import operators as sanity
+
+checked = [one for _, one in wanted_launches(Wanted(OPERATORS, every=False), 90)]
+configurations = {}
+for name in sanity.MODULES:
+    configuration = operators.find(name).configuration
+    entries = [entry for entry in sanity.find(name).entries() if entry.element_size == 2]
+    configurations[name] = [[one.name for one in configuration(entry, "", 90, torch.bfloat16)] for entry in entries]
+print(
+    json.dumps(
+        {
+            "checked": [(one.launch.kernel.__name__, one.direction, one.label) for one in checked],
+            "configurations": configurations,
+            "limited": any("nsa_selected_fwd_lists" in one.name and "maxnreg" in one.launch.arguments for one in checked),
+        }
+    )
+)
