@@ -25,9 +25,9 @@ verify: $(READY)
 
 bench: $(READY)
 	@mkdir -p bench
-	@for operator in flash nsa nsa-compressed nsa-selected hstu bsa; do \
-	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png --html bench/$$operator.html || exit 1; \
-	done
+	@failed=0; for operator in flash nsa nsa-compressed nsa-selected hstu bsa; do \
+	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png --html bench/$$operator.html || failed=1; \
+	done; exit $$failed
 
 lint: $(READY)
 	$(BIN)/ruff check .

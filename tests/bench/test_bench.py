@@ -10,13 +10,16 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import cli, registry
-from tilewise.bench import ceiling, command, operators
-from tilewise.bench.baseline import Baseline, Call, CannotRunError, floating_leaves
+from tilewise.bench import ceiling, operators
+from tilewise.bench.baseline import Call, CannotRunError, floating_leaves
 from tilewise.bench.ceiling import Ceiling
 from tilewise.bench.contender import OURS, Contender, contenders, own_implementation
+from tilewise.bench.result import Verified
 from tilewise.bench.run import Bench
 from tilewise.bench.timing import Clock
+from tilewise.bench.verified import verify_case
 from tilewise.verify.fill import make_fill
+from tilewise.verify.result import Implementation, Result
 from tilewise.verify.suite import Case
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -40,6 +43,12 @@ def known_ceiling(monkeypatch):
     monkeypatch.setattr(ceiling, "measure", lambda *arguments: Ceiling(0.5, 50.0, "float32"))
 
 
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """The CPU backend, on a machine with a GPU too."""
+    monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
+
+
 def invoke(*words):
     return runner.invoke(cli.app, ["bench", *words])
 
@@ -52,11 +61,12 @@ def bench(name, *further, modes=("fwd", "bwd"), asked=()):
     return Bench(operator, timed, everyone, modes, torch.float32, device, 1, 2, Clock(device))
 
 
-def rows(one, text, refused=(), verified=None):
+def rows(one, text, verified=None):
     case = Case("it", "", one.operator.load("suite").find(text).problem)
-    return {(row.mode, row.implementation): row for row in one.time_case(case, verified or {}, set(refused), lambda: None)}
+    return {(row.mode, row.implementation): row for row in one.time_case(case, verified or {})}
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", operators.MODULES)
 def test_every_operator_and_baseline_is_timed(name):
     found = rows(bench(name, modes=("fwd", "bwd", "fwd+bwd")), SMALL[name])
@@ -81,6 +91,7 @@ def test_the_standard_cases_are_problems_of_the_operator(name):
             assert operator.load("suite").find(str(case.problem)).problem == case.problem
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_dense_attention_beside_a_sparse_operator_counts_its_own_work():
     found = rows(bench("nsa-selected"), "T=64,H=2,count=1,block=16")
     dense, ours = found["fwd", "dense-sdpa"], found["fwd", "tilewise"]
@@ -92,6 +103,7 @@ def contender(name, build):
     return Contender(name, "", build)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_who_cannot_run_is_reported_with_the_reason():
     def refuses(_problem, _tensors):
         raise CannotRunError("has no such mask")
@@ -122,13 +134,95 @@ def test_who_cannot_run_is_reported_with_the_reason():
     assert all(found[mode, name].times for mode in ("fwd", "bwd") for name in ("tilewise", "torch"))
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_case_that_does_not_run_is_reported():
     one = bench("flash", asked=["torch"])
     one.bench = operators.Operator((), (), lambda *_: 1 // 0, ())
-    found = rows(one, "T=8")
-    assert found["fwd", "torch"].reason == "the case itself does not run: ZeroDivisionError: integer division or modulo by zero"
+    wrong = Verified("T=8", True, False, "wrong values", "tilewise verify")
+    found = rows(one, "T=8", {"torch": wrong})
+    assert found["fwd", "tilewise"].reason == "the case itself does not run: ZeroDivisionError: integer division or modulo by zero"
+    assert found["fwd", "torch"].reason == "fails verify: wrong values; see: tilewise verify"
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_is_wrong_judges_nobody():
+    """Where tilewise itself fails verify, the others are timed, whatever its output."""
+    one = bench("flash", asked=["torch"])
+    honest = one._work
+    one._work = lambda problem, tensors: (honest(problem, tensors)[0], torch.zeros(1))
+    assert "computes something else" in rows(one, "T=8")["fwd", "torch"].reason
+    found = rows(one, "T=8", {"tilewise": Verified("T=8", True, False, "wrong values (o)", "tilewise verify flash")})
+    assert found["fwd", "torch"].times
+    assert found["fwd", "tilewise"].reason == "fails verify: wrong values (o); see: tilewise verify flash"
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_who_fails_while_being_timed_ends_nothing():
+    runs = []
+
+    def tires(_problem, tensors):
+        from tilewise.ops.flash.reference import flash_attention
+
+        leaves = floating_leaves(tensors)
+
+        def run():
+            runs.append(1)
+            if len(runs) > 5:
+                raise RuntimeError("tired")
+            return flash_attention(**leaves)
+
+        return Call(run, list(leaves.values()))
+
+    found = rows(bench("flash", contender("tires", tires), asked=["torch"]), "T=8")
+    assert found["fwd", "tires"].reason == found["bwd", "tires"].reason == "fwd: RuntimeError: tired"
+    assert found["fwd", "torch"].times
+    assert found["bwd", "tilewise"].times
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_choice_in_lower_precision_is_no_other_computation():
+    """Plain torch in bf16 chooses other blocks here and there."""
+    operator, timed = registry.find("nsa"), operators.find("nsa")
+    own = own_implementation(operator)
+    everyone = contenders(operator, timed, [], ["torch"], torch.bfloat16, own)
+    one = Bench(operator, timed, everyone, ["fwd"], torch.bfloat16, torch.device("cpu"), 1, 1, Clock(torch.device("cpu")))
+    assert rows(one, "T=512,H=2,D=16,block=16,stride=8,compress=16,count=4")["fwd", "torch"].times
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_compiled_functions_are_compiled_anew_for_every_case(monkeypatch):
+    import torch._dynamo
+
+    resets = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    one = bench("flash", asked=["torch"], modes=("fwd",))
+    rows(one, "T=8")
+    rows(one, "T=9")
+    assert len(resets) == 2
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("name", operators.MODULES)
+def test_what_is_verified_for_a_long_case_is_no_trifle(name):
+    """Of every standard case: several sequences stay several, and more blocks stay than are chosen."""
+    timed, seen = operators.find(name), []
+
+    def run(check):
+        seen.append(registry.find(name).load("suite").find(check.case).problem)
+        return Result(check)
+
+    for device, cases in (("cuda", timed.gpu_cases), ("cpu", timed.cpu_cases)):
+        for case in cases:
+            found = verify_case(run, registry.find(name), Implementation("cpu", device), case.problem, "bf16", gradients=True)
+            assert found.same == (seen[-1] == case.problem)
+            before, after = vars(case.problem), vars(seen[-1])
+            assert len(after.get("lengths", ())) == len(before.get("lengths", ()))
+            assert max(seen[-1].tokens()) >= min(max(case.problem.tokens()), 512)
+            if "count" in after:
+                assert max(seen[-1].tokens()) // after["block"] > after["count"] or seen[-1] == case.problem
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -182,6 +276,7 @@ def test_flex_attention_computes_the_same(text):
         (["flash", "--impl", "a.py:f"], "there is no file a.py"),
         (["flash", "--json", "nowhere/b.json"], "there is no folder nowhere"),
         (["flash", "--compare", "nowhere.json"], "expected a file that `tilewise bench` saved"),
+        (["flash", "--plot", "b.docx"], "expected a name that ends in one of .png, .svg, .pdf"),
         (["flash", "--tolerance", "much"], "expected a share such as 5%"),
         (["flash", "--iterations", "0"], "equal to 1"),
     ],
@@ -192,10 +287,10 @@ def test_wrong_usage_exits_with_2_and_says_what_to_do(words, message):
     assert message in " ".join(outcome.output.split())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_interpreted_kernels_are_not_timed(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "triton")
-    if not torch.cuda.is_available():
-        assert "interpreted kernels are not timed" in invoke("flash").output
+    assert "interpreted kernels are not timed" in invoke("flash").output
 
 
 def test_list_names_cases_and_baselines():
@@ -245,7 +340,7 @@ def test_a_run_with_all_reports(tmp_path, monkeypatch):
 
 def test_a_run_is_saved_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["hstu", "--shape", "lengths=9", "--baseline", "torch", "--mode", "fwd", "--iterations", "2", "--unverified"]
+    words = ["hstu", "--shape", "lengths=9", "--shape", "lengths=9", "--baseline", "torch", "--mode", "fwd,fwd", "--iterations", "2", "--unverified"]
     assert invoke(*words, "--no-save").exit_code == 0
     assert list(tmp_path.iterdir()) == []
     assert invoke(*words).exit_code == 0
@@ -254,7 +349,8 @@ def test_a_run_is_saved_unless_told_otherwise(tmp_path, monkeypatch):
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
     assert document["unverified"] is True
-    assert command.DTYPES[document["dtype"]]
+    # Asked for twice, timed once.
+    assert [(row["mode"], row["times"]["count"]) for row in document["rows"]] == [("fwd", 2)] * 2
 
 
 def test_the_schema_would_refuse_another_document():
@@ -266,4 +362,13 @@ def test_the_schema_would_refuse_another_document():
 def test_a_baseline_of_an_operator_can_be_asked_for_by_name():
     everyone = bench("hstu", asked=["batched"]).contenders
     assert [one.name for one in everyone] == [OURS, "batched"]
-    assert isinstance(operators.find("hstu").baselines[0], Baseline)
+
+
+def test_a_function_called_as_a_baseline_is_keeps_its_whole_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def sdpa(q, k, v): pass\ndef fast(q, k, v): pass\ndef tilewise(q, k, v): pass\n")
+    operator, timed = registry.find("flash"), operators.find("flash")
+    specs = [f"{path}:{name}" for name in ("sdpa", "fast", "tilewise")]
+    everyone = contenders(operator, timed, specs, [], torch.float32, own_implementation(operator))
+    assert [one.name for one in everyone][:4] == [specs[0], "fast", specs[2], OURS]
+    assert len({one.name for one in everyone}) == len(everyone)

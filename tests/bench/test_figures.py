@@ -2,19 +2,20 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilewise.bench.ceiling import Ceiling
-from tilewise.bench.compare import Change, changes, load, parse_tolerance
+from tilewise.bench.compare import Change, changes, check_same, load, parse_tolerance
 from tilewise.bench.json_report import as_json
-from tilewise.bench.plot import draw, kind
-from tilewise.bench.result import Report, Row, geometric_mean, overtakes, ratios_of, verdict
-from tilewise.bench.run import Work
+from tilewise.bench.plot import draw
+from tilewise.bench.result import Report, Row, Verified, geometric_mean, overtakes, ratios_of, verdict
 from tilewise.bench.text import change_lines, summary_lines
 from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
 from tilewise.bench.verified import shorter
+from tilewise.bench.work import Work
 from tilewise.verify.cases.flash import Flash
 from tilewise.verify.cases.hstu import Hstu
 from tilewise.verify.implementation import UsageError
@@ -27,8 +28,8 @@ def row(name, milliseconds, tokens=64, mode="fwd", **fields):
     return Row(f"t{tokens}", f"T={tokens},D=32", tokens, tokens, mode, name, times, **{"operations": 10**9, "bytes": 10**6, **fields})
 
 
-def report(*rows, sparse=False):
-    return Report("flash", "fp32", "tilewise", sparse, False, CEILING, {}, list(rows))
+def report(*rows, dense=()):
+    return Report("flash", "fp32", "tilewise", dense, False, CEILING, {}, list(rows))
 
 
 def test_statistics():
@@ -92,16 +93,39 @@ def test_ratios_and_verdicts():
 
 def test_where_a_sparse_operator_overtakes():
     rows = [row("tilewise", 4.0, 1024), row("dense-sdpa", 1.0, 1024), row("tilewise", 8.0, 4096), row("dense-sdpa", 32.0, 4096)]
-    found = report(*rows, sparse=True)
+    found = report(*rows, dense=["dense-sdpa"])
     # A quarter at 1024 and four times at 4096: halfway on log axes.
-    assert overtakes(found, "fwd", "dense-sdpa") == pytest.approx(2048)
-    assert any("ahead of dense-sdpa from 2048 tokens on" in line for line in summary_lines(found))
-    assert overtakes(report(*rows[:2]), "fwd", "dense-sdpa") is None
-    assert overtakes(report(*rows[2:]), "fwd", "dense-sdpa") == 4096
+    assert overtakes(found, "fwd", "dense-sdpa") == {"D=32": pytest.approx(2048)}
+    assert "fwd: tilewise is ahead of dense-sdpa from 2048 tokens on (D=32)" in list(summary_lines(found))
+    assert json.loads(as_json(found, {}, [], ""))["summary"][0]["overtakes_at"] == {"D=32": pytest.approx(2048)}
+    # One length tells nothing.
+    assert overtakes(report(*rows[:2]), "fwd", "dense-sdpa") == {}
+    slower = [row("tilewise", 9.0, 512), row("dense-sdpa", 1.0, 512)]
+    assert overtakes(report(*rows[:2], *slower), "fwd", "dense-sdpa") == {"D=32": None}
+    faster = [row("tilewise", 1.0, 8192), row("dense-sdpa", 32.0, 8192)]
+    assert overtakes(report(*rows[2:], *faster), "fwd", "dense-sdpa") == {"D=32": 4096}
     # Ahead, behind and ahead again: from the last crossing on.
     again = [row("tilewise", 1.0, 512), row("dense-sdpa", 2.0, 512), *rows]
-    assert overtakes(report(*again), "fwd", "dense-sdpa") == pytest.approx(2048)
-    assert json.loads(as_json(found, {}, [], ""))["summary"][0]["overtakes_at"] == pytest.approx(2048)
+    assert overtakes(report(*again), "fwd", "dense-sdpa") == {"D=32": pytest.approx(2048)}
+    assert not any("ahead" in line for line in summary_lines(report(*rows)))
+
+
+def test_kinds_of_problems_are_not_mixed():
+    def of(kind, name, milliseconds, tokens):
+        return replace(row(name, milliseconds, tokens), case=f"{kind}-{tokens}", problem=f"T={tokens},{kind}")
+
+    rows = [of(kind, name, 1.0 if name == "tilewise" else ratio, tokens)
+            for kind, ratios in (("H=4", (0.5, 2.0)), ("H=8", (0.1, 0.7)))
+            for tokens, ratio in zip((64, 256), ratios, strict=True)
+            for name in ("tilewise", "dense-fa2")]  # fmt: skip
+    assert overtakes(report(*rows), "fwd", "dense-fa2") == {"H=4": pytest.approx(128), "H=8": None}
+
+
+def test_a_subject_without_times_is_not_complete():
+    assert report(row("tilewise", 1.0), row("fa2", None, reason="no")).complete
+    assert not report(row("tilewise", 1.0), row("tilewise", None, 128, reason="out of memory")).complete
+    wrong = Verified("T=64", True, False, "wrong values", "tilewise verify")
+    assert not report(row("tilewise", 1.0), row("mine", None, reason="fails verify", verified=wrong)).complete
 
 
 def test_a_summary_names_best_and_worst():
@@ -132,14 +156,17 @@ def test_a_regression(tmp_path):
     assert lines[1] == "✗ t128 fwd tilewise: 1.000 -> 1.200 ms (+20.0%)"
     assert lines[-1] == "FAIL: 1 of 2 slower by more than 5.0%"
     assert list(change_lines([Change("a", "fwd", "tilewise", 2.0, 1.0)], 0.0))[-1] == "PASS: none of 1 slower by more than 0.0%"
-    with pytest.raises(UsageError, match="none of these cases"):
-        changes(report(row("tilewise", 1.0, 512)), load(path))
-    other = Report("hstu", "fp32", "tilewise", False, False, CEILING, {}, [])
+    # What was timed then and is not now is a regression; nothing in common is a failure too.
+    (lost,) = changes(report(row("tilewise", None, reason="out of memory")), load(path))
+    assert lost.regressed(1e9)
+    assert changes(report(row("tilewise", 1.0, 512)), load(path)) == []
+    assert list(change_lines([], 0.05)) == ["FAIL: the earlier run timed none of these cases and modes"]
+    check_same("flash", "fp32", load(path))
     with pytest.raises(UsageError, match="a run of flash in fp32, this one of hstu"):
-        changes(other, load(path))
+        check_same("hstu", "fp32", load(path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "tilewise.verify", "version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "tilewise.verify", "version": 1}', '{"schema": "tilewise.bench", "version": 1}'])
 def test_a_file_that_is_no_run(tmp_path, text):
     path = tmp_path / "old.json"
     path.write_text(text)
@@ -149,26 +176,32 @@ def test_a_file_that_is_no_run(tmp_path, text):
         load(tmp_path / "nowhere.json")
 
 
-def test_the_plot_has_a_line_for_each_implementation():
-    rows = [row(name, t / 64, t) for name in ("tilewise", "fa2") for t in (64, 128, 256)]
-    picture = draw(report(*rows), "svg").decode()
-    assert picture.count("<svg") == 1
-    assert len(draw(report(*rows), "png")) > 1000
-    assert kind(rows[0]) == "D=32"
-    with pytest.raises(UsageError, match="nothing was timed"):
-        draw(report(row("tilewise", None)), "png")
-    with pytest.raises(UsageError, match="--plot"):
-        draw(report(*rows), "docx")
+def test_the_plot_has_a_line_for_each_implementation(monkeypatch):
+    from matplotlib import pyplot
+
+    panels = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: panels.extend(figure.axes))
+    rows = [row(name, t / 64, t, mode) for name in ("tilewise", "fa2") for t in (64, 128, 256) for mode in ("fwd", "bwd")]
+    assert draw(report(*rows, row("flex", None, reason="no")), "png").startswith(b"\x89PNG")
+    assert [[line.get_label() for line in panel.lines] for panel in panels] == [["tilewise", "fa2"]] * 2
+    assert list(panels[0].lines[0].get_xdata()) == [64, 128, 256]
+    assert list(panels[0].lines[0].get_ydata()) == [1.0, 0.5, 0.25]
+    assert panels[0].get_xscale() == panels[0].get_yscale() == "log"
+    assert rows[0].kind == "D=32"
+    assert draw(report(row("tilewise", None), row("fa2", 1.0, operations=0)), "png") == b""
 
 
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (Flash(B=4, T=64), Flash(B=2, T=64)),
+        (Flash(B=4, T=64, H=4), Flash(B=2, T=64, H=4)),
+        (Flash(T=64, H=8), Flash(T=64, H=4)),
+        (Flash(T=64, H=8, Hk=4), Flash(T=64, H=4, Hk=2)),
+        (Flash(T=64, H=8, Hk=2), Flash(T=32, H=8, Hk=2)),
+        (Flash(T=64, H=3), Flash(T=32, H=3)),
         (Flash(T=64, Tk=30), Flash(T=32, Tk=15)),
-        (Flash(lengths=(8, 9, 10)), Flash(lengths=(8, 9))),
-        (Flash(lengths=(8,), lengths_k=(6,)), Flash(lengths=(4,), lengths_k=(3,))),
-        (Hstu(lengths=(8, 9), targets=(1, 2)), Hstu(lengths=(8,), targets=(1,))),
+        (Flash(lengths=(8, 9, 10), lengths_k=(6, 0, 3)), Flash(lengths=(4, 4, 5), lengths_k=(3, 0, 1))),
+        (Hstu(lengths=(8, 9), targets=(1, 2)), Hstu(lengths=(4, 4), targets=(0, 1))),
     ],
     ids=str,
 )

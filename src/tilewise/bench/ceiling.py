@@ -1,6 +1,8 @@
 """What this machine can do at all, measured in the same run: a large matrix product and a large copy."""
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,8 +14,6 @@ from tilewise.bench.timing import Clock
 MATRIX = {"cuda": 8192, "cpu": 2048}
 COPIED = {"cuda": 1 << 30, "cpu": 256 << 20}
 TRIES = 10
-# Products that keep a GPU at work for about a second.
-BUSY = 700
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,21 @@ def measure(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
 @contextlib.contextmanager
 def busy(device: torch.device) -> Iterator[None]:
     """Inside, a GPU is at work, so that the clocks it is asked for are those it runs at."""
-    if device.type == "cuda":
+    ended = threading.Event()
+
+    def work() -> None:
         a = torch.randn(MATRIX["cuda"], MATRIX["cuda"], device=device, dtype=torch.bfloat16)
         product = torch.empty_like(a)
-        for _ in range(BUSY):
+        while not ended.is_set():
             torch.matmul(a, a, out=product)
-    yield
+            torch.cuda.synchronize(device)
+
+    worker = threading.Thread(target=work)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        worker.start()
+        # Long enough for clocks to rise.
+        time.sleep(0.5)
+    yield
+    ended.set()
+    if device.type == "cuda":
+        worker.join()

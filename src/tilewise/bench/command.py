@@ -1,5 +1,7 @@
 """`tilewise bench`: verifies, times in turns, shows tables as they come, and writes reports."""
 
+import importlib.util
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewise import doctor
 from tilewise.bench import ceiling, operators
-from tilewise.bench.compare import changes, load, other_device, parse_tolerance
+from tilewise.bench.compare import changes, check_same, load, other_device, parse_tolerance
 from tilewise.bench.contender import contenders, own_implementation
 from tilewise.bench.json_report import as_json
 from tilewise.bench.result import MODES, Report, Verified
@@ -26,6 +28,7 @@ from tilewise.verify.implementation import UsageError
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
 
+PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -54,35 +57,42 @@ class Request:
 
 
 def run_request(request: Request, console: Console) -> bool:
-    """Run it; returns whether nothing was refused and nothing is slower than in the run compared with."""
+    """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the run compared with."""
     operator, timed = find_operator(request.operator), operators.find(request.operator)
     own = own_implementation(operator)
-    dtype = request.dtype or ("bf16" if own.device == "cuda" else "fp32")
+    dtype, device = request.dtype or ("bf16" if own.device == "cuda" else "fp32"), torch.device(own.device)
     _check(request, dtype)
     tolerance = parse_tolerance(request.tolerance)
     earlier = load(request.compare) if request.compare else None
+    if earlier is not None:
+        check_same(operator.name, dtype, earlier)
     cases = find_cases(operator, timed, request, own.device)
-    device = torch.device(own.device)
     everyone = contenders(operator, timed, request.impls, request.baselines, DTYPES[dtype], own)
+    modes = [mode for mode in MODES if mode in request.modes]
     clock = Clock(device)
-    bench = Bench(operator, timed, everyone, request.modes, DTYPES[dtype], device, request.warmup, request.iterations, clock)
-    about = {contender.name: contender.about for contender in everyone}
+    # Before anything of this run is on the GPU.
+    findings = doctor.as_json()
     peak = ceiling.measure(device, DTYPES[dtype], clock)
     with ceiling.busy(device):
-        made_with = environment()
-    report = Report(operator.name, dtype, everyone[0].name, timed.sparse, request.unverified, peak, about)
-    with _progress(console) as progress, one_process() as check:
-        task = progress.add_task("", total=2 * len(cases) * len(everyone))
+        made_with = environment() | ({} if own.device == "cuda" else {"device": f"{platform.machine()} CPU"})
+    about, dense = {one.name: one.about for one in everyone}, [one.name for one in everyone if one.dense]
+    report = Report(operator.name, dtype, everyone[0].name, dense, request.unverified, peak, about)
+    bench = Bench(operator, timed, everyone, modes, DTYPES[dtype], device, request.warmup, request.iterations, clock)
+    with _progress(console) as progress:
+        judged = [] if request.unverified else [one for one in everyone if one.implementation]
+        task = progress.add_task("", total=len(cases) * (len(judged) + len(everyone)))
+        verified: dict[str, dict[str, Verified]] = {case.name: {} for case in cases}
+        for contender in judged:
+            assert contender.implementation is not None
+            # The process ends, and gives back its memory, before anything is timed.
+            with one_process() as check:
+                for case in cases:
+                    found = verify_case(check, operator, contender.implementation, case.problem, dtype, modes != ["fwd"])
+                    verified[case.name][contender.name] = found
+                    progress.advance(task)
         for case in cases:
-            verified: dict[str, Verified] = {}
-            for contender in everyone:
-                if contender.implementation is not None and not request.unverified:
-                    gradients = any(mode != "fwd" for mode in request.modes)
-                    verified[contender.name] = verify_case(check, operator, contender.implementation, case.problem, dtype, gradients)
-                progress.advance(task)
-            refused = {name for name, one in verified.items() if not one.passed}
-            rows = list(bench.time_case(case, verified, refused, lambda: progress.advance(task)))
-            report.rows += rows
+            report.rows += bench.time_case(case, verified[case.name])
+            progress.advance(task, len(everyone))
             groups = [group for group in report.groups() if group[0].case == case.name]
             _say(console, f"{case.name}: {case.about or case.problem}")
             console.print(table(report, groups))
@@ -90,15 +100,14 @@ def run_request(request: Request, console: Console) -> bool:
                 _say(console, line)
     for line in summary_lines(report):
         _say(console, line)
-    _save(request, report, made_with, console)
-    passed = not report.refused
-    if earlier is not None:
-        found = changes(report, earlier)
-        _say(console, other_device(made_with, earlier))
-        for line in change_lines(found, tolerance):
-            _say(console, line)
-        passed = passed and not any(change.regressed(tolerance) for change in found)
-    return passed
+    _save(request, report, made_with, findings, console)
+    if earlier is None:
+        return report.complete
+    compared = changes(report, earlier)
+    _say(console, other_device(made_with, earlier))
+    for line in change_lines(compared, tolerance):
+        _say(console, line)
+    return report.complete and bool(compared) and not any(change.regressed(tolerance) for change in compared)
 
 
 def find_cases(operator: Operator, timed: operators.Operator, request: Request, device: str) -> list[Case]:
@@ -107,7 +116,7 @@ def find_cases(operator: Operator, timed: operators.Operator, request: Request, 
     known = {case.name: case for case in (*timed.gpu_cases, *timed.cpu_cases, *timed.cases(device))}
     found = []
     try:
-        for text in (*request.configs, *request.shapes):
+        for text in dict.fromkeys((*request.configs, *request.shapes)):
             found.append(known[text] if text in known else suite.find(text))
     except ValueError as error:
         raise UsageError(f"{operator.name}: {error}; or one of the benchmark's own: {', '.join(known)}") from None
@@ -130,13 +139,17 @@ def _check(request: Request, dtype: str) -> None:
         raise UsageError(f"--mode {','.join(request.modes)}: expected some of {','.join(MODES)}")
     if dtype not in DTYPES:
         raise UsageError(f"there is no dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if request.plot and request.plot.suffix not in PICTURES:
+        raise UsageError(f"--plot {request.plot}: expected a name that ends in one of {', '.join(PICTURES)}")
+    for package, wanted in (("matplotlib", request.plot or request.html), ("jinja2", request.html)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UsageError(f"{wanted} is made with {package}, which is not installed: pip install {package}")
     for path in (request.json, request.html, request.plot):
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}")
 
 
-def _save(request: Request, report: Report, made_with: dict[str, str], console: Console) -> None:
-    findings = doctor.as_json()
+def _save(request: Request, report: Report, made_with: dict[str, str], findings: list[dict[str, str]], console: Console) -> None:
     path = request.json or (Path(f"bench-{report.operator}-{_word(made_with['device'])}.json") if request.save else None)
     if path:
         path.write_text(as_json(report, made_with, findings, request.command) + "\n", encoding="utf-8")
@@ -144,7 +157,8 @@ def _save(request: Request, report: Report, made_with: dict[str, str], console: 
     if request.plot:
         from tilewise.bench.plot import save_plot
 
-        save_plot(report, request.plot)
+        if not save_plot(report, request.plot):
+            _say(console, f"nothing was timed: {request.plot} is not written")
     if request.html:
         from tilewise.bench.html import render_html
 

@@ -41,11 +41,11 @@ def contenders(
     operator: registry.Operator, bench: Operator, impls: Sequence[str], asked: Sequence[str], dtype: torch.dtype, own: Implementation
 ) -> list[Contender]:
     """The subject first: the first of `impls`, or tilewise. `asked` names baselines; by default those that fit the device."""
-    external = {_short(name, impls): Implementation(name, own.device, external=True) for name in impls}
-    found = [Contender(name, one.name, _calls(load_function(operator, one)), one) for name, one in external.items()]
-    found.append(Contender(OURS, f"backend {own.name!r}", _calls(load_function(operator, own)), own))
     plain = Baseline(PLAIN, "the definition in plain torch, in the same precision", _calls(partial(operator.load("reference"), compute_dtype=dtype)))
     known = {baseline.name: baseline for baseline in (*bench.baselines, plain)}
+    external = {_short(name, [*impls, *known]): Implementation(name, own.device, external=True) for name in impls}
+    found = [Contender(name, one.name, _calls(load_function(operator, one)), one) for name, one in external.items()]
+    found.append(Contender(OURS, f"backend {own.name!r}", _calls(load_function(operator, own)), own))
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise UsageError(f"{operator.name} has no baseline {unknown[0]!r}: expected some of {', '.join(known)}; any function can be given by --impl")
@@ -57,7 +57,7 @@ def _short(name: str, among: Sequence[str]) -> str:
     """The function's own name, where no other has it."""
     last = name.rpartition(":")[2]
     others = [other.rpartition(":")[2] for other in among if other != name]
-    return name if last in (OURS, PLAIN, *others) else last
+    return name if last in (OURS, *others) else last
 
 
 def _calls(function: Callable[..., Any]) -> Callable[[Problem, Tensors], Call]:

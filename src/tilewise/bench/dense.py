@@ -23,6 +23,7 @@ class Dense:
     softcap: float = 0.0
     scale: float | None = None
     lengths: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
 
 
 def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
@@ -75,7 +76,7 @@ def _explained(run: Callable[[], tuple[torch.Tensor]]) -> Callable[[], tuple[tor
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return compiled
 
 
@@ -87,7 +88,7 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Cal
     leaves = [as_leaf((x[None] if packed else x).transpose(1, 2)) for x in (q, k, v)]
     queries, keys = leaves[0].shape[2], leaves[1].shape[2]
     off = keys - queries
-    if packed and off:
+    if packed and dense.lengths_k not in ((), dense.lengths):
         raise CannotRunError("packed queries and keys of different lengths are not written as a FlexAttention mask here")
     document = torch.repeat_interleave(torch.tensor(dense.lengths or (queries,), device=q.device))
 

@@ -16,14 +16,13 @@ def describe(problem: Problem) -> Dense:
     """The problem's mask and scores."""
     assert isinstance(problem, Flash)
     left, right = problem.window or (-1, -1)
-    return Dense(left, 0 if problem.causal else right, problem.softcap, problem.scale, problem.lengths)
+    return Dense(left, 0 if problem.causal else right, problem.softcap, problem.scale, problem.lengths, problem.lengths_k)
 
 
 def pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
     """What the mask leaves."""
-    assert isinstance(problem, Flash)
     dense = describe(problem)
-    return window_pairs(tensors["q"], tensors["k"], dense.lengths, dense.left, dense.right, problem.lengths_k)
+    return window_pairs(tensors["q"], tensors["k"], dense.lengths, dense.left, dense.right, dense.lengths_k)
 
 
 def _case(name: str, about: str, **parameters: Any) -> Case:

@@ -15,12 +15,11 @@ def render_html(report: Report, environment: Mapping[str, str], doctor: Sequence
     loader = Environment(loader=PackageLoader("tilewise.bench"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups = list(report.groups())
     cases = [[group for group in groups if group[0].case == name] for name in dict.fromkeys(group[0].case for group in groups)]
-    timed = any(row.times for row in report.rows)
     return loader.get_template("report.html.j2").render(
         report=report,
         cases=[(case, [ratios_of(group, report.subject) for group in case], list(case_lines(report, case))) for case in cases],
         summary=list(summary_lines(report)),
-        plot=base64.b64encode(draw(report, "png")).decode() if timed else "",
+        plot=base64.b64encode(draw(report, "png")).decode(),
         environment=environment,
         findings=[finding for finding in doctor if finding["level"] != "ok"],
         command=command,

@@ -44,4 +44,4 @@ def _summary(report: Report, mode: str, name: str, ratios: Sequence[float]) -> d
         "worst": min(ratios),
         "cases": len(ratios),
     }
-    return found | ({"overtakes_at": overtakes(report, mode, name)} if report.sparse and name.startswith("dense") else {})
+    return found | ({"overtakes_at": overtakes(report, mode, name)} if name in report.dense else {})

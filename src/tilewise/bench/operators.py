@@ -33,11 +33,6 @@ class Operator:
     pairs: Callable[[Problem, Tensors, Tensors], int]
     baselines: tuple[Baseline, ...]
 
-    @property
-    def sparse(self) -> bool:
-        """Whether a baseline does other, dense work."""
-        return any(baseline.dense for baseline in self.baselines)
-
     def cases(self, device: str) -> tuple[Case, ...]:
         """The standard set."""
         return self.gpu_cases if device == "cuda" else self.cpu_cases

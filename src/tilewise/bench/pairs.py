@@ -27,10 +27,13 @@ def causal_pairs(q: torch.Tensor, k: torch.Tensor) -> int:
 def in_blocks(position: torch.Tensor, indices: torch.Tensor, block: int) -> int:
     """Keys up to each query's own, in the blocks it names: `position` broadcasts against `indices`, whose last axis lists blocks, -1 for none.
 
-    A block named twice counts twice, as it is computed.
+    A block named twice counts once.
     """
+    indices = indices.sort(-1).values
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[..., 1:] = indices[..., 1:] == indices[..., :-1]
     seen = (position - indices * block + 1).clamp(0, block)
-    return int(torch.where(indices >= 0, seen, 0).sum())
+    return int(torch.where((indices >= 0) & ~again, seen, 0).sum())
 
 
 def ended_windows(tokens: int, size: int, stride: int) -> int:

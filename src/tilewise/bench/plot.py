@@ -4,35 +4,32 @@ import io
 from pathlib import Path
 
 from tilewise.bench.result import Report, Row
-from tilewise.verify.implementation import UsageError
 
 # Okabe and Ito's colours, which can be told apart in every kind of colour blindness; markers and dashes tell them apart in grey too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
-# What a series of lengths varies.
-VARIED = ("B", "T", "Tk", "lengths", "lengths_k", "max_seq_len", "targets")
 
 
-def save_plot(report: Report, path: Path) -> None:
-    """As a picture in the format that the name ends in."""
-    path.write_bytes(draw(report, path.suffix.removeprefix(".") or "png"))
+def save_plot(report: Report, path: Path) -> bool:
+    """As a picture in the format that the name ends in; returns whether there was anything to draw."""
+    picture = draw(report, path.suffix.removeprefix("."))
+    if picture:
+        path.write_bytes(picture)
+    return bool(picture)
 
 
 def draw(report: Report, format: str) -> bytes:
-    """The picture. A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s."""
-    try:
-        import matplotlib
+    """The picture, empty where nothing was timed. A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s."""
+    import matplotlib
 
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UsageError("--plot and --html draw with matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
 
-    timed = [row for row in report.rows if row.times]
+    timed = [row for row in report.rows if row.times and speed(report, row) > 0]
     if not timed:
-        raise UsageError("nothing was timed: there is nothing to plot")
-    kinds = list(dict.fromkeys(kind(row) for row in timed))
+        return b""
+    kinds = list(dict.fromkeys(row.kind for row in timed))
     modes = list(dict.fromkeys(row.mode for row in timed))
     names = list(dict.fromkeys(row.implementation for row in report.rows))
     figure, axes = pyplot.subplots(len(kinds), len(modes), figsize=(5.2 * len(modes), 3.6 * len(kinds)), squeeze=False, layout="constrained")
@@ -40,7 +37,7 @@ def draw(report: Report, format: str) -> bytes:
         for column, mode in enumerate(modes):
             panel = axes[line][column]
             for i, name in enumerate(names):
-                points = sorted((row.tokens, speed(report, row)) for row in timed if (kind(row), row.mode, row.implementation) == (one, mode, name))
+                points = sorted((row.tokens, speed(report, row)) for row in timed if (row.kind, row.mode, row.implementation) == (one, mode, name))
                 if points:
                     style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)]}
                     panel.plot(*zip(*points, strict=True), label=name, **style)
@@ -49,25 +46,16 @@ def draw(report: Report, format: str) -> bytes:
             panel.set_yscale("log")
             panel.set_title(f"{report.operator} {mode}, {report.dtype}\n{one}", fontsize=9)
             panel.set_xlabel("tokens of the longest sequence")
-            panel.set_ylabel("million tokens a second" if report.sparse else "TFLOP/s")
+            panel.set_ylabel("million tokens a second" if report.dense else "TFLOP/s")
             panel.grid(visible=True, which="both", alpha=0.3)
             panel.legend(fontsize=8)
     picture = io.BytesIO()
-    try:
-        figure.savefig(picture, format=format, dpi=120)
-    except ValueError as error:
-        raise UsageError(f"--plot: {error}") from None
-    finally:
-        pyplot.close(figure)
+    figure.savefig(picture, format=format, dpi=120)
+    pyplot.close(figure)
     return picture.getvalue()
-
-
-def kind(row: Row) -> str:
-    """The problem without what a series of lengths varies."""
-    return ", ".join(part for part in row.problem.split(",") if part.partition("=")[0] not in VARIED)
 
 
 def speed(report: Report, row: Row) -> float:
     """What the plot shows of a row."""
     assert row.times is not None
-    return row.total_tokens / row.times.median / 1e3 if report.sparse else row.tflops
+    return row.total_tokens / row.times.median / 1e3 if report.dense else row.tflops

@@ -11,6 +11,8 @@ from tilewise.bench.timing import Times
 MODES = ("fwd", "bwd", "fwd+bwd")
 # A ratio this near to 1 is no difference.
 EVEN = 0.02
+# What a series of lengths varies.
+VARIED = ("B", "T", "Tk", "lengths", "lengths_k", "max_seq_len", "targets")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Row:
     verified: Verified | None = None
 
     @property
+    def kind(self) -> str:
+        """The problem without what a series of lengths varies."""
+        return ", ".join(part for part in self.problem.split(",") if part.partition("=")[0] not in VARIED)
+
+    @property
     def tflops(self) -> float:
         """By the median."""
         return self.operations / self.times.median / 1e9 if self.times else 0.0
@@ -61,7 +68,8 @@ class Report:
     operator: str
     dtype: str
     subject: str
-    sparse: bool
+    # The baselines that do dense work beside a sparse operator.
+    dense: Sequence[str]
     # Asked for: then nothing was verified.
     unverified: bool
     ceiling: Ceiling
@@ -83,9 +91,9 @@ class Report:
         return found
 
     @property
-    def refused(self) -> list[Row]:
-        """What failed verify and was not timed."""
-        return [row for row in self.rows if row.verified and not row.verified.passed and not row.times]
+    def complete(self) -> bool:
+        """Whether the subject has times throughout, and nothing failed verify."""
+        return all(row.times for row in self.rows if row.implementation == self.subject or row.verified)
 
 
 def ratios_of(group: Sequence[Row], subject: str) -> dict[str, float]:
@@ -110,18 +118,22 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
-def overtakes(report: Report, mode: str, baseline: str) -> float | None:
-    """The sequence length from which the subject beats a baseline, between measured ones on log axes.
-
-    None where it does at no measured length; the shortest where it does at every one.
-    """
-    points = []
+def overtakes(report: Report, mode: str, baseline: str) -> dict[str, float | None]:
+    """By kind of problem, the sequence length from which the subject beats a baseline; kinds of one length tell nothing."""
+    points: dict[str, list[tuple[int, float]]] = {}
     for group in report.groups():
         ratio = ratios_of(group, report.subject).get(baseline)
         if group[0].mode == mode and ratio is not None:
-            points.append((group[0].tokens, ratio))
-    points.sort()
-    if not points or points[-1][1] < 1:
+            points.setdefault(group[0].kind, []).append((group[0].tokens, ratio))
+    return {kind: _crossing(sorted(found)) for kind, found in points.items() if len(found) > 1}
+
+
+def _crossing(points: Sequence[tuple[int, float]]) -> float | None:
+    """Where ratios rise over 1 for good, between measured lengths on log axes.
+
+    None where the longest is below 1; the shortest where none is.
+    """
+    if points[-1][1] < 1:
         return None
     last = max((i for i, (_, ratio) in enumerate(points) if ratio < 1), default=None)
     if last is None:

@@ -1,9 +1,12 @@
 """Times implementations on one case, taking turns."""
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +15,12 @@ from tilewise.bench.baseline import Call, CannotRunError
 from tilewise.bench.contender import OURS, Contender
 from tilewise.bench.operators import Operator
 from tilewise.bench.result import Row, Verified
-from tilewise.bench.timing import Clock, in_turns, runs_that_fit, summarise
+from tilewise.bench.timing import TURNS, Clock, Times, in_turns, runs_that_fit, summarise
 from tilewise.bench.verified import written
+from tilewise.bench.work import Work, bytes_of
 from tilewise.verify.evaluate import evaluate
 from tilewise.verify.memory import peak_memory
-from tilewise.verify.problem import Problem, Tensors
+from tilewise.verify.problem import Problem, Tensors, place
 from tilewise.verify.suite import Case
 
 # Inputs of fewer bytes than this are made twice and taken in rotation.
@@ -25,41 +29,13 @@ ROTATED_BYTES = 256 << 20
 MOST_APART = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SEED = 42
 
-
-@dataclass(frozen=True)
-class Work:
-    """What an operator's definition does on a case: pairs of a query and a key, channels of both, bytes of inputs and outputs."""
-
-    pairs: int
-    channels: int
-    values: int
-    inputs: int
-    outputs: int
-    gradients: int
-
-    def operations(self, mode: str, pairs: int | None) -> int:
-        """A score and its use forward; backward the score again, and four products more."""
-        forward = 2 * (self.channels + self.values)
-        backward = 2 * (3 * self.channels + 2 * self.values)
-        return (self.pairs if pairs is None else pairs) * {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[mode]
-
-    def bytes(self, mode: str) -> int:
-        """Each input read once and each output written once; backward both read, with the gradient that arrives, and gradients written."""
-        forward = self.inputs + self.outputs
-        backward = forward + self.outputs + self.gradients
-        return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[mode]
+Runs = list[Callable[[], object]]
 
 
-@dataclass
-class _Ready:
-    """One contender that runs: its calls by mode, one for each set of inputs, and what was measured."""
-
-    contender: Contender
-    calls: dict[str, list[Callable[[], object]]]
-    pairs: int | None
-    counts: dict[str, int] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+class _Measured(NamedTuple):
+    times: Times
+    allocated: int
+    reserved: int
 
 
 @dataclass
@@ -76,34 +52,59 @@ class Bench:
     iterations: int | None
     clock: Clock
 
-    def time_case(self, case: Case, verified: dict[str, Verified], refused: set[str], advance: Callable[[], None]) -> Iterator[Row]:
-        """A row for each contender and mode; those in `refused` are not timed. `advance` is called once for each contender."""
-        problem = case.problem
-        reasons: dict[str, str] = {name: f"fails verify: {verified[name].why}; see: {verified[name].command}" for name in refused}
-        ready: dict[str, _Ready] = {}
+    def time_case(self, case: Case, verified: Mapping[str, Verified]) -> list[Row]:
+        """A row for each contender and mode. Who fails verify is not timed; who fails once has no times in any mode, for that may be the cause."""
+        problem, work, expected, sets = case.problem, Work(), None, list[Tensors]()
+        reasons = {name: f"fails verify: {one.why}; see: {one.command}" for name, one in verified.items() if not one.passed}
+        if "torch._dynamo" in sys.modules:
+            # It compiles a function for a few shapes only, and would then run it uncompiled.
+            torch._dynamo.reset()
         try:
             sets = self._input_sets(problem)
             work, expected = self._work(problem, sets[0])
         except Exception as error:
-            work, expected, sets = Work(0, 0, 0, 0, 0, 0), None, []
-            reasons |= {contender.name: f"the case itself does not run: {_reason(error)}" for contender in self.contenders}
+            for contender in self.contenders:
+                reasons.setdefault(contender.name, f"the case itself does not run: {_reason(error)}")
+        # What is wrong judges nobody; and a choice in lower precision is another choice.
+        expected = None if OURS in reasons or problem.choices else expected
+        calls: dict[str, list[Call]] = {}
         for contender in self.contenders:
             if contender.name not in reasons:
-                try:
-                    ready[contender.name] = self._prepare(contender, problem, sets, expected)
-                except Exception as error:
-                    reasons[contender.name] = _reason(error)
-            advance()
+                with self._noted(contender.name, calls, reasons):
+                    calls[contender.name] = self._prepare(contender, problem, sets, expected)
+        measured = {mode: self._take_turns(mode, calls, reasons) for mode in self.modes}
+        rows = []
         for mode in self.modes:
-            self._take_turns(mode, ready, reasons)
-        for mode in self.modes:
-            for contender in self.contenders:
-                name = contender.name
-                yield self._row(case, mode, name, ready.get(name), reasons.get(name, ""), work, verified.get(name))
-        ready.clear()
+            for name in (contender.name for contender in self.contenders):
+                row = self._row(case, mode, name, verified.get(name))
+                if name in calls:
+                    times, allocated, reserved = measured[mode][name]
+                    operations = work.operations(mode, calls[name][0].pairs)
+                    rows.append(
+                        replace(row, times=times, operations=operations, bytes=work.bytes(mode), peak_allocated=allocated, peak_reserved=reserved)
+                    )
+                else:
+                    rows.append(replace(row, reason=reasons[name]))
+        del calls, sets, expected
+        self._free()
+        return rows
+
+    @contextlib.contextmanager
+    def _noted(self, name: str, calls: dict[str, list[Call]], reasons: dict[str, str], mode: str = "") -> Iterator[None]:
+        """Inside, an error is the reason why a contender has no times."""
+        try:
+            yield
+        except Exception as error:
+            reasons[name] = f"{mode}: {_reason(error)}" if mode else _reason(error)
+            calls.pop(name, None)
+            self._free()
+
+    def _free(self) -> None:
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        # After an error in a kernel a GPU answers no more: that has been noted already.
+        with contextlib.suppress(RuntimeError):
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _input_sets(self, problem: Problem) -> list[Tensors]:
         """One set, or two where they are small."""
@@ -113,10 +114,12 @@ class Bench:
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype) * size
 
         def make() -> Tensors:
-            return {name: x.to(self.device) for name, x in problem.tensors(fill).items()}
+            # A copy to another device would make strided inputs contiguous.
+            tensors = problem.tensors(fill)
+            return {name: x.to(self.device) if x.is_contiguous() else place(x, self.dtype, self.device, 0.0) for name, x in tensors.items()}
 
         first = make()
-        return [first] if _bytes(first) > ROTATED_BYTES else [first, make()]
+        return [first] if bytes_of(first) > ROTATED_BYTES else [first, make()]
 
     def _work(self, problem: Problem, tensors: Tensors) -> tuple[Work, torch.Tensor]:
         """What the definition does, counted on tilewise's own outputs, of which the first is also what others must agree with."""
@@ -125,70 +128,57 @@ class Bench:
         function = partial(self.operator.load("function"), backend=ours.implementation.name, **problem.returning)
         with torch.no_grad():
             outputs = {name: x for name, x in evaluate(problem, function, tensors, self.dtype, None).items() if x is not None}
+        pairs, sizes = self.bench.pairs(problem, tensors, outputs), vars(problem)
         floating = {name: x for name, x in tensors.items() if x.is_floating_point()}
-        sizes = vars(problem)
-        work = Work(
-            self.bench.pairs(problem, tensors, outputs),
-            sizes["D"],
-            sizes["Dv"] or sizes["D"],
-            _bytes(tensors),
-            _bytes(outputs),
-            _bytes(floating),
-        )
+        work = Work(pairs, sizes["D"], sizes["Dv"] or sizes["D"], bytes_of(tensors), bytes_of(outputs), bytes_of(floating))
         return work, outputs[problem.outputs[0]]
 
-    def _prepare(self, contender: Contender, problem: Problem, sets: list[Tensors], expected: torch.Tensor | None) -> _Ready:
-        """Its calls; a CannotRunError where its output is not the operator's."""
+    def _prepare(self, contender: Contender, problem: Problem, sets: list[Tensors], expected: torch.Tensor | None) -> list[Call]:
+        """Its calls, one for each set of inputs; a CannotRunError where its output is not the operator's."""
         calls = [contender.build(problem, tensors) for tensors in sets]
-        o = calls[0].run()[0]
-        if not contender.dense and contender.implementation is None and expected is not None:
-            actual = calls[0].lay_out(o.detach())
+        with torch.no_grad():
+            actual = calls[0].lay_out(calls[0].run()[0])
+        if expected is not None and contender.implementation is None and not contender.dense:
             apart = ((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)).item()
             if not apart <= MOST_APART[self.dtype]:
                 raise CannotRunError(f"computes something else: its output differs from tilewise's by {apart:.1e} of its norm")
-        return _Ready(contender, {mode: [_call(call, mode) for call in calls] for mode in self.modes}, calls[0].pairs)
+        return calls
 
-    def _take_turns(self, mode: str, ready: dict[str, _Ready], reasons: dict[str, str]) -> None:
-        """Warm up, then time in turns. Who fails has no times in any mode: what it did before may be the cause."""
-        for name, one in list(ready.items()):
-            try:
+    def _take_turns(self, mode: str, calls: dict[str, list[Call]], reasons: dict[str, str]) -> dict[str, _Measured]:
+        """Warm up, then time in turns. Graphs live as long as this."""
+        runs: dict[str, Runs] = {}
+        memory: dict[str, tuple[int, int]] = {}
+        counts: dict[str, int] = {}
+        for name in list(calls):
+            with self._noted(name, calls, reasons, mode):
+                # One graph of a backward may take as much memory as all the rest.
+                runs[name] = [_run(call, mode) for call in (calls[name][:1] if mode == "bwd" else calls[name])]
                 # The first runs compile; the last tells how often there is time for.
-                self.clock.run(one.calls[mode], max(1, self.warmup))
-                one.memory[mode] = self._memory(one.calls[mode][0])
-                one.counts[mode] = runs_that_fit(self.iterations, self.clock.run(one.calls[mode], 1)[0])
-            except Exception as error:
-                reasons[name] = f"{mode}: {_reason(error)}"
-                del ready[name]
-        done = dict.fromkeys(ready, 0)
-        for turn in range(len(in_turns(1))):
-            for name, one in ready.items():
-                count = in_turns(one.counts[mode])[turn]
-                one.samples.setdefault(mode, []).extend(self.clock.run(one.calls[mode], count, done[name]))
-                done[name] += count
+                self.clock.run(runs[name], max(1, self.warmup))
+                memory[name] = self._memory(runs[name][0])
+                counts[name] = runs_that_fit(self.iterations, self.clock.run(runs[name], 1)[0])
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(TURNS):
+            for name in list(calls):
+                with self._noted(name, calls, reasons, mode):
+                    samples[name] += self.clock.run(runs[name], in_turns(counts[name])[turn], len(samples[name]))
+        return {name: _Measured(summarise(samples[name]), *memory[name]) for name in calls}
 
     def _memory(self, call: Callable[[], object]) -> tuple[int, int]:
-        """Bytes at the peak of one run: what it allocates beyond what was there, and what the allocator holds in all."""
-        allocated = peak_memory(call, self.device)
-        return allocated, torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+        """Bytes at the peak of one run beyond what was there: allocated, and reserved by the allocator for it."""
+        if self.device.type != "cuda":
+            return peak_memory(call, self.device), 0
+        self._free()
+        before = torch.cuda.memory_reserved(self.device)
+        return peak_memory(call, self.device), torch.cuda.max_memory_reserved(self.device) - before
 
-    def _row(self, case: Case, mode: str, name: str, one: _Ready | None, reason: str, work: Work, verified: Verified | None) -> Row:
-        lengths = case.problem.tokens()
-        batch = 1 if vars(case.problem).get("lengths") else vars(case.problem).get("B", 1)
-        row = Row(case.name, written(case.problem), max(lengths, default=0), batch * sum(lengths), mode, name, verified=verified)
-        if one is None:
-            return replace(row, reason=reason)
-        allocated, reserved = one.memory[mode]
-        return replace(
-            row,
-            times=summarise(one.samples[mode]),
-            operations=work.operations(mode, one.pairs),
-            bytes=work.bytes(mode),
-            peak_allocated=allocated,
-            peak_reserved=reserved,
-        )
+    def _row(self, case: Case, mode: str, name: str, verified: Verified | None) -> Row:
+        lengths, sizes = case.problem.tokens(), vars(case.problem)
+        batch = 1 if sizes.get("lengths") else sizes.get("B", 1)
+        return Row(case.name, written(case.problem), max(lengths, default=0), batch * sum(lengths), mode, name, verified=verified)
 
 
-def _call(call: Call, mode: str) -> Callable[[], object]:
+def _run(call: Call, mode: str) -> Callable[[], object]:
     """One run in a mode. The backward alone keeps the graph of one forward and runs over it again."""
     if mode == "fwd":
         return call.run
@@ -197,10 +187,6 @@ def _call(call: Call, mode: str) -> Callable[[], object]:
     if mode == "bwd":
         return lambda: torch.autograd.grad(o, call.leaves, incoming, retain_graph=True, allow_unused=True)
     return lambda: torch.autograd.grad(call.run()[0], call.leaves, incoming, allow_unused=True)
-
-
-def _bytes(tensors: Tensors) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 def _reason(error: Exception) -> str:

@@ -66,20 +66,16 @@ def summary_lines(report: Report) -> Iterator[str]:
         for name, ratios in by_name.items():
             spread = f"best {max(ratios):.2f}, worst {min(ratios):.2f}, {len(ratios)} cases" if len(ratios) > 1 else "one case"
             yield f"{mode}: {report.subject} runs at {geometric_mean(ratios):.2f} × {name} ({spread})"
-            if report.sparse and name.startswith("dense"):
-                yield f"{mode}: {_overtaking(report, mode, name)}"
-
-
-def _overtaking(report: Report, mode: str, name: str) -> str:
-    length = overtakes(report, mode, name)
-    if length is None:
-        return f"{report.subject} overtakes {name} at no length that was timed"
-    shortest = min(row.tokens for row in report.rows)
-    return f"{report.subject} is ahead of {name} from {length:.0f} tokens on" + (", the shortest that was timed" if length <= shortest else "")
+            for kind, length in overtakes(report, mode, name).items() if name in report.dense else ():
+                where = f"from {length:.0f} tokens on" if length else "at no length that was timed"
+                yield f"{mode}: {report.subject} is ahead of {name} {where} ({kind})"
 
 
 def change_lines(changes: Sequence[Change], tolerance: float) -> Iterator[str]:
     """What a comparison with an earlier run says."""
+    if not changes:
+        yield "FAIL: the earlier run timed none of these cases and modes"
+        return
     for change in changes:
         mark = "✗" if change.regressed(tolerance) else "✓"
         yield f"{mark} {change.case} {change.mode} {change.implementation}: {change.before:.3f} -> {change.after:.3f} ms ({change.growth:+.1%})"

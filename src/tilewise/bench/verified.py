@@ -39,12 +39,16 @@ def _scores(problem: Problem) -> int:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Half the batch, where there is one, else half the tokens."""
+    """Half the batch, where there is one; else half the heads, down to two of keys; else half the tokens of every sequence."""
     sizes = vars(problem)
-    lists = {name: sizes[name] for name in ("lengths", "lengths_k", "targets") if sizes.get(name)}
-    if lists:
-        half = (len(sizes["lengths"]) + 1) // 2
-        few = len(sizes["lengths"]) == 1
-        return dataclasses.replace(problem, **{name: tuple(n // 2 for n in x) if few else x[:half] for name, x in lists.items()})
-    halved = ("B",) if sizes["B"] > 1 else ("T", "Tk")
-    return dataclasses.replace(problem, **{name: sizes[name] // 2 for name in halved if sizes.get(name)})
+    heads = ("H", "Hk") if sizes.get("Hk") else ("H",)
+    if sizes.get("B", 1) > 1 and not sizes.get("lengths"):
+        return _halved(problem, "B")
+    if all(sizes[name] % 2 == 0 for name in heads) and sizes[heads[-1]] > 2:
+        return _halved(problem, *heads)
+    return _halved(problem, *(("lengths", "lengths_k", "targets") if sizes.get("lengths") else ("T", "Tk")))
+
+
+def _halved(problem: Problem, *names: str) -> Problem:
+    sizes = {name: vars(problem)[name] for name in names if vars(problem).get(name)}
+    return dataclasses.replace(problem, **{name: tuple(n // 2 for n in x) if isinstance(x, tuple) else x // 2 for name, x in sizes.items()})

@@ -42,8 +42,9 @@ def states() -> Iterator[Finding]:
         return
     yield Finding("driver", f"{found[0]['driver_version']}; torch is built with CUDA {torch.version.cuda}")
     reasons, others = nvidia_smi.throttles(), [number for number in nvidia_smi.processes() if number != str(os.getpid())]
-    own = sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())) / 2**20
     for place, state in enumerate(found):
+        # With CUDA_VISIBLE_DEVICES torch numbers otherwise.
+        own = torch.cuda.memory_reserved(place) / 2**20 if len(found) == torch.cuda.device_count() else 0.0
         yield _memory(state, own, others)
         yield _clocks(state, reasons[place] if place < len(reasons) else "")
         yield _power(state)

@@ -16,7 +16,7 @@ PACKAGES = {
     "typer": ("the command line", "tools"),
     "jinja2": ("HTML reports", "tools"),
     "hypothesis": ("verify --search", "tools"),
-    "matplotlib": ("plots of bench", "examples"),
+    "matplotlib": ("plots of bench", "tools"),
     "numba": ("mytorch's parallel backend", "mytorch"),
     "safetensors": ("mytorch's files of weights", "mytorch"),
 }
