@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tilewise.bench.plot import draw
-from tilewise.bench.result import Report, ratios_of
+from tilewise.bench.result import Report, as_ratio, ratios_of
 from tilewise.bench.text import case_lines, summary_lines
 
 
@@ -17,6 +17,7 @@ def render_html(report: Report, environment: Mapping[str, str], doctor: Sequence
     cases = [[group for group in groups if group[0].case == name] for name in dict.fromkeys(group[0].case for group in groups)]
     return loader.get_template("report.html.j2").render(
         report=report,
+        as_ratio=as_ratio,
         cases=[(case, [ratios_of(group, report.subject) for group in case], list(case_lines(report, case))) for case in cases],
         summary=list(summary_lines(report)),
         plot=base64.b64encode(draw(report, "png")).decode(),

@@ -1,6 +1,7 @@
 """Speed over length: a panel for each mode and kind of problem, a line for each implementation."""
 
 import io
+import textwrap
 from pathlib import Path
 
 from tilewise.bench.result import Report, Row
@@ -44,7 +45,7 @@ def draw(report: Report, format: str) -> bytes:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
             panel.set_yscale("log")
-            panel.set_title(f"{report.operator} {mode}, {report.dtype}\n{one}", fontsize=9)
+            panel.set_title(f"{report.operator} {mode}, {report.dtype}\n{textwrap.fill(one, 60)}", fontsize=9)
             panel.set_xlabel("tokens of the longest sequence")
             panel.set_ylabel("million tokens a second" if report.dense else "TFLOP/s")
             panel.grid(visible=True, which="both", alpha=0.3)

@@ -110,7 +110,12 @@ def verdict(group: Sequence[Row], subject: str) -> str:
     name, ratio = min(ratios.items(), key=lambda item: item[1])
     if abs(ratio - 1) <= EVEN:
         return f"{subject} is even with {name}, the fastest of the others"
-    return f"{subject} is the fastest: {ratio:.2f} × {name}" if ratio > 1 else f"{subject} runs at {ratio:.2f} of {name}"
+    return f"{subject} is the fastest: {as_ratio(ratio)} × {name}" if ratio > 1 else f"{subject} runs at {as_ratio(ratio)} of {name}"
+
+
+def as_ratio(ratio: float) -> str:
+    """With two digits at least."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from tilewise.bench.compare import Change
-from tilewise.bench.result import Report, Row, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.bench.result import Report, Row, as_ratio, geometric_mean, overtakes, ratios_of, verdict
 
 # Few and narrow, for a terminal of 80 columns; reports hold the rest.
 COLUMNS = ("mode", "implementation", "median", "± ms", "TFLOP/s", "peak", "GB/s", "peak", "MB", "×")
@@ -23,7 +23,7 @@ def table(report: Report, groups: Sequence[Sequence[Row]]) -> Table:
     for group in groups:
         ratios = ratios_of(group, report.subject)
         for i, row in enumerate(group):
-            ratio = f"{ratios[row.implementation]:.2f}" if row.implementation in ratios else ""
+            ratio = as_ratio(ratios[row.implementation]) if row.implementation in ratios else ""
             found.add_row(row.mode if i == 0 else "", row.implementation, *_figures(report, row), ratio)
     return found
 
@@ -64,8 +64,8 @@ def summary_lines(report: Report) -> Iterator[str]:
     yield f"peak of this machine, measured in this run: {product}, {copy}"
     for mode, by_name in report.ratios().items():
         for name, ratios in by_name.items():
-            spread = f"best {max(ratios):.2f}, worst {min(ratios):.2f}, {len(ratios)} cases" if len(ratios) > 1 else "one case"
-            yield f"{mode}: {report.subject} runs at {geometric_mean(ratios):.2f} × {name} ({spread})"
+            spread = f"best {as_ratio(max(ratios))}, worst {as_ratio(min(ratios))}, {len(ratios)} cases" if len(ratios) > 1 else "one case"
+            yield f"{mode}: {report.subject} runs at {as_ratio(geometric_mean(ratios))} × {name} ({spread})"
             for kind, length in overtakes(report, mode, name).items() if name in report.dense else ():
                 where = f"from {length:.0f} tokens on" if length else "at no length that was timed"
                 yield f"{mode}: {report.subject} is ahead of {name} {where} ({kind})"
