@@ -99,6 +99,7 @@ def test_what_leads_nowhere_fails_the_build(page, text, complaint, tmp_path):
 @pytest.mark.slow
 def test_the_search_works_from_the_disk(site, browser):
     page = browser.new_page()
+    page.set_default_timeout(120_000)
     said, fetched = [], []
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("console", lambda message: said.append(message.text))
@@ -107,8 +108,8 @@ def test_the_search_works_from_the_disk(site, browser):
     box = page.get_by_role("textbox", name="Search")
     box.click()
     box.press_sequentially("softcap")
-    found = page.locator(".md-search-result__link").first
-    found.wait_for(timeout=20_000)
+    found = page.locator('.md-search-result__link[href*="api.html"]').first
+    found.wait_for()
     assert "flash_attention" in page.locator(".md-search-result__list").inner_text()
     found.click()
     page.wait_for_url("**/api.html*")

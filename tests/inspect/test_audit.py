@@ -165,6 +165,7 @@ def test_planted_narrow_offsets_are_caught(case):
     assert any("int32" in fault for fault in planted(*case))
 
 
+@pytest.mark.slow
 def test_one_part_passes(monkeypatch):
     monkeypatch.setitem(audit.PARTS, "nsa", ("combine",))
     results = audit.audit(["nsa"])

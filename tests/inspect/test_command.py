@@ -16,7 +16,7 @@ from tilewise.inspect.request import Row
 from tilewise.inspect.saved import read_rows, write_rows
 from tilewise.inspect.text import line
 
-FACTS = Facts("flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, True, False, False, False, "13.4.59")
+FACTS = Facts("flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")
 ROW = Row(90, "flash", "D 64 causal", "forward", "flash_fwd_kernel", FACTS)
 MIX = {"matrix": 24, "exp2": 132, "fma": 156, "global loads": 9, "shared loads": 5, "stores": 10, "barriers": 64, "local": 0, "all": 1992}
 TINY = Path(__file__).with_name("tiny_implementations.py")
@@ -65,6 +65,15 @@ def test_a_diff_pairs_kernels():
         "sm_90 flash 5 fwd: another: only in the second",
     ]
     assert diff_lines([ROW], [replace(ROW, facts=None, error="too large")])[1] == "    compiled -> too large"
+
+
+def test_a_new_configuration_changes_none_of_those_that_it_renumbers():
+    old = [replace(ROW, label=label) for label in ("0 first", "1 second")]
+    new = [replace(ROW, label=label) for label in ("0 first", "1 new", "2 second")]
+    old[1], new[2] = (replace(row, facts=replace(FACTS, registers=99)) for row in (old[1], new[2]))
+    assert [line for line in diff_lines(old, new) if "->" in line] == []
+    assert len(diff_lines(old, new)) == 1
+    assert "1 new" in diff_lines(old, new)[0]
 
 
 def test_what_is_saved_is_read_and_compared(tmp_path):
@@ -184,7 +193,9 @@ def test_from_the_command_to_the_compiler(tmp_path, monkeypatch):
     output = inspect(*words, "--arch", "sm_86,sm_90", "--sass", "--json", saved)
     rows = read_rows(saved)
     assert [(row.architecture, row.kernel, row.label) for row in rows] == [
-        (architecture, kernel, "T=65,D=16") for architecture in (86, 90) for kernel in ("tiny_tuned_kernel", "tiny_tuned_kernel (2)")
+        (architecture, kernel, "T=65,D=16")
+        for architecture in (86, 90)
+        for kernel in ("tiny_tuned_kernel", "tiny_tuned_kernel (2)", "tiny_tuned_kernel (3)")
     ]
     assert all(row.facts.mix["global loads"] for row in rows)
     assert output.count("EXIT") >= 4

@@ -10,7 +10,7 @@ from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
 from tilewise.inspect.sass import disassemble, instruction_mix
 from tilewise.ops.flash.configs import SHARED_MEMORY, family
 
-FACTS = Facts("kernel", 90, 128, 0, 0, 1024, 0, 4, True, True, False, False, False, "13.4.59")
+FACTS = Facts("kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")
 
 LOG = """ptxas info    : 11 bytes gmem
 ptxas info    : Compiling entry function 'one_kernel' for 'sm_90a'

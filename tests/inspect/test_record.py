@@ -16,7 +16,8 @@ def test_what_functions_launch(tmp_path, monkeypatch):
     # Every configuration of the autotuner, through the heuristics: 64 x 4 x 16 elements are a multiple of both blocks.
     assert [(row["name"], row["warps"], row["direction"]) for row in found["tuned"]] == [
         ("tiny_tuned_kernel", 1, "forward"),
-        ("tiny_tuned_kernel (2)", 8, "forward"),
+        ("tiny_tuned_kernel (2)", 4, "forward"),
+        ("tiny_tuned_kernel (3)", 8, "forward"),
     ]
     (row,) = found["spilling"]
     assert row["registers"] <= 24

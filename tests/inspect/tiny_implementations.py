@@ -12,7 +12,7 @@ def tiny_copy_kernel(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + o, tl.load(x + o, mask=o < n, other=0.0), mask=o < n)
 
 
-@triton.autotune([triton.Config({"BLOCK": 128}, num_warps=1), triton.Config({"BLOCK": 1024}, num_warps=8)], key=["n"])
+@triton.autotune([triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((128, 1), (128, 4), (1024, 8))], key=["n"])
 @triton.heuristics({"EVEN": lambda arguments: arguments["n"] % arguments["BLOCK"] == 0})
 @triton.jit
 def tiny_tuned_kernel(x, y, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):

@@ -36,12 +36,14 @@ class Case:
     call: Callable[[], object]
 
     def launches(self) -> list[Launch]:
-        """What it launches, of each kernel and each choice of optional arguments the first and the last."""
+        """What it launches, of each kernel, with each set of constants and optional arguments, the first and the last."""
         with capture(self.architecture) as found, _few_chunks():
             self.call()
         ends: dict[Any, list[Launch]] = {}
         for launch in found:
-            key = (launch.kernel, tuple(name for name, value in launch.arguments.items() if value is None))
+            # Upper case is constexpr.
+            constants = (repr(value) for name, value in sorted(launch.arguments.items()) if name.isupper())
+            key = (launch.kernel, *constants, *(name for name, value in launch.arguments.items() if value is None))
             ends[key] = [*ends.get(key, [])[:1], launch]
         return [launch for pair in ends.values() for launch in pair]
 

@@ -51,6 +51,7 @@ class Compiled:
             tensor_memory=getattr(self.kernel.metadata, "tmem_size", 0) or 0,
             warps=int(threads[1]) // WARP,
             multiplies="tt.dot" in self.kernel.asm["ttir"],
+            mma="mma.sync" in ptx,
             wgmma="wgmma.mma_async" in ptx,
             wgmma_serialised="wgmma" in self.log and "serialized" in self.log,
             tma="cp.async.bulk.tensor" in ptx,
@@ -114,4 +115,6 @@ def compile_launch(launch: Launch, architecture: int, always: bool = False) -> C
             triton.knobs.compilation.always_compile = True
         kernel = launch.kernel.warmup(grid=(1,), **launch.arguments)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    if kernel.metadata.target.arch != architecture:
+        raise RuntimeError(f"this process has compiled for sm_{kernel.metadata.target.arch}: compile for sm_{architecture} in another one")
     return Compiled(kernel, architecture, said.getvalue())

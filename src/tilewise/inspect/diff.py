@@ -9,6 +9,8 @@ from tilewise.inspect.text import units
 # By what a kernel is found on the other side, the surest first; the last pairs kernels of different names in their order.
 _KEYS: tuple[Callable[[Row], Hashable], ...] = (
     lambda row: (row.architecture, row.operator, row.label, row.direction, row.kernel),
+    # A configuration's number changes with the table.
+    lambda row: (row.architecture, row.operator, row.label.lstrip("0123456789"), row.direction, row.kernel),
     lambda row: (row.architecture, row.direction, row.kernel),
     lambda row: (row.architecture, row.direction),
 )

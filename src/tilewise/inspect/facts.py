@@ -20,6 +20,7 @@ class Facts:
     tensor_memory: int
     warps: int
     multiplies: bool
+    mma: bool
     wgmma: bool
     wgmma_serialised: bool
     tma: bool

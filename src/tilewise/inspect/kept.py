@@ -16,7 +16,7 @@ from tilewise.inspect.sass import disassemble, instruction_mix
 from tilewise.ops._host.launching import Launch
 
 # Changes whenever Facts, or how they are read, do.
-FORMAT = 1
+FORMAT = 2
 
 
 class Inspected(NamedTuple):

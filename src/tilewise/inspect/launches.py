@@ -44,8 +44,9 @@ def label_once(label: str, direction: Direction, launches: Iterable[Launch]) -> 
 
 
 def _specialised(launch: Launch) -> tuple[Any, ...]:
-    constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
-    return launch.kernel.__name__, *((name, repr(value) if name in constants else _trait(value)) for name, value in sorted(launch.arguments.items()))
+    # Options of a launch, such as its warps, are no parameters: their values count, as those of constants do.
+    traits = {parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr}
+    return launch.kernel.__name__, *((name, _trait(value) if name in traits else repr(value)) for name, value in sorted(launch.arguments.items()))
 
 
 def _trait(value: Any) -> Any:

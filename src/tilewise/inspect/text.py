@@ -23,10 +23,8 @@ def kilobytes(count: int) -> str:
 
 def units(facts: Facts) -> str:
     """What multiplies, and whether tiles come through tensor descriptors."""
-    if facts.wgmma:
-        unit = "wgmma serialised" if facts.wgmma_serialised else "wgmma"
-    else:
-        unit = "tcgen05" if facts.tcgen05 else "mma" if facts.multiplies else ""
+    found = {"wgmma serialised": facts.wgmma_serialised, "wgmma": facts.wgmma, "tcgen05": facts.tcgen05, "mma": facts.mma}
+    unit = next((name for name, used in found.items() if used), "")
     return " ".join(filter(None, (unit, "tma" if facts.tma else "")))
 
 

@@ -94,7 +94,7 @@ with capture(90) as launches:
     inputs = selected.make_inputs(x, x[:, :, :1], x[:, :, :1], torch.empty(1, 256, 1, 4, dtype=torch.int32, device="meta"), None, 16, 1.0)
     o, lse = selected.forward(inputs)
     selected.backward(inputs, o, lse, o, None)
-print(json.dumps(sorted({compile_launch(item, 90).name for item in launches if "selected" in item.kernel.__name__})))
+print(json.dumps(sorted({compile_launch(item, 90).kernel.metadata.name for item in launches if "selected" in item.kernel.__name__})))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)

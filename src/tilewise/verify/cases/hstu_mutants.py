@@ -99,7 +99,7 @@ BSA = (
     Mutant("best-again", "the best block takes every place", _CHOOSE, "keys = tl.where(keys == best[:, None], NONE, keys)", "keys = keys"),
     Mutant(
         "one-fewer", "one block too few is chosen", _CHOOSE,
-        "block = tl.where((o_s < COUNT - 1)[None, :]", "block = tl.where((o_s < COUNT - 2)[None, :]",
+        "taken = (o_s < COUNT - 1)[None, :]", "taken = (o_s < COUNT - 2)[None, :]",
     ),
     Mutant(
         "means-of-the-first", "packed: the first sequence's means choose for all", _CHOOSE,
