@@ -185,6 +185,7 @@ def test_only_update_writes_the_allowances(tmp_path, monkeypatch):
     assert "here it is {'sm_90': '14.0'" in output
 
 
+@pytest.mark.slow
 def test_from_the_command_to_the_compiler(tmp_path, monkeypatch):
     """Two architectures, each in processes of its own; a function that is refused there is wrong usage here."""
     monkeypatch.setitem(os.environ, "TRITON_CACHE_DIR", str(tmp_path))

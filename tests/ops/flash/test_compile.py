@@ -44,10 +44,12 @@ def test_every_width_fits_a_99_kb_card(architecture, channels):
     check(architecture, "bfloat16", channels, "causal")
 
 
+@pytest.mark.slow
 def test_strided_keys_of_packed_sequences():
     check(90, "bfloat16", 128, "compressed-packed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [86, 90])
 def test_fp32(architecture):
     check(architecture, "float32", 64, "causal")
