@@ -1,8 +1,10 @@
 """`tilewise`: one command, one subcommand a verb. It decides how Triton runs before anything imports triton."""
 
+import contextlib
 import importlib.util
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +21,21 @@ app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_a
 def _console() -> Console:
     # A pipe has no width: lines are left whole there, as a reader of logs expects.
     return Console(soft_wrap=not sys.stdout.isatty())
+
+
+@contextlib.contextmanager
+def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
+    """Inside, a UsageError is printed and ends the command."""
+    try:
+        yield
+    except Exception as error:
+        # Only now: it comes with torch, which decides how Triton runs.
+        from tilewise.verify.implementation import UsageError
+
+        if not isinstance(error, UsageError):
+            raise
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
 
 
 @app.callback()
@@ -59,7 +76,7 @@ def verify(
     from tilewise.verify.result import Settings
 
     console = _console()
-    try:
+    with _wrong_usage_exits_with_2(console):
         if by_range and range_raw:
             raise UsageError("--range and --range-raw fill the same inputs: give one of them")
         if list_names:
@@ -71,9 +88,6 @@ def verify(
         dtypes = [name.strip() for name in dtype.split(",")]
         request = Request(operators or [], impl, config or [], dtypes, settings, search, mutants, json, html, fail_fast, verbose, command)
         passed = run_request(request, console)
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
 
@@ -111,7 +125,7 @@ def trace(
     from tilewise.verify.implementation import UsageError
 
     console = _console()
-    try:
+    with _wrong_usage_exits_with_2(console):
         pairs = [part.strip().partition("=") for part in names.split(",") if part.strip()]
         if not all(equals and value for _, equals, value in pairs):
             raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
@@ -120,9 +134,6 @@ def trace(
         request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, order, dtype, causal, fill)
         request = replace(request, targets=targets, context=context, max_attn_len=max_attn_len)
         lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
     for line in lines:
         console.print(line, markup=False, highlight=False)
     if not agrees:
@@ -140,12 +151,11 @@ def sanity(
 ) -> None:
     """Run every tile configuration of an operator against the reference."""
     from tilewise.sanity.command import Request, list_entries, run_sanity
-    from tilewise.verify.implementation import UsageError
 
     console = _console()
     request = Request(operator, kernel, small, diff, "range" if by_range else "random")
     wrong = count = 0
-    try:
+    with _wrong_usage_exits_with_2(console):
         if list_names:
             for line in list_entries(request):
                 console.print(line, markup=False, highlight=False)
@@ -154,9 +164,6 @@ def sanity(
             console.print(line, markup=False, highlight=False)
             count += 1
             wrong += not right
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
     console.print(f"FAIL: {wrong} of {count} configurations are wrong" if wrong else f"PASS: all {count} configurations agree with the reference")
     if wrong:
         raise typer.Exit(1)
@@ -186,10 +193,9 @@ def bench(
 ) -> None:
     """Time an operator beside what a user would pick instead. Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage."""
     from tilewise.bench.command import Request, list_cases, run_request
-    from tilewise.verify.implementation import UsageError
 
     console = _console()
-    try:
+    with _wrong_usage_exits_with_2(console):
         if list_names:
             list_cases(operator, console)
             return
@@ -197,9 +203,6 @@ def bench(
         choice = Request(operator, impl or [], baseline or [], config or [], shape or [], modes, dtype, warmup, iterations, json, plot, html, compare)
         command = shlex.join(["tilewise", *sys.argv[1:]])
         passed = run_request(replace(choice, tolerance=tolerance, unverified=unverified, save=not no_save, command=command), console)
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
 
@@ -229,16 +232,13 @@ def inspect(
 
     console = _console()
     command = shlex.join(["tilewise", *sys.argv[1:]])
-    try:
+    with _wrong_usage_exits_with_2(console):
         if audit:
             if any((impl, arch, config, direction, sass, diff, json, check, update)):
                 raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
             passed = print_audit(audit_operators([operator] if operator else list(PARTS)), console)
         else:
             passed = run_inspect(Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command), console)
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
 
