@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -56,33 +57,44 @@ class Batch:
         self.operations = heads * sum(length * length for length in self.lengths) * (channels + values)
 
 
-def directions(name: str, attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: torch.Tensor) -> Calls:
-    """The forward, the backward alone, and both as one step."""
-    o = attend()
-    return {
-        f"{name} forward": attend,
-        f"{name} backward": lambda: torch.autograd.grad(o, wanted, do, retain_graph=True),
-        f"{name} step": lambda: torch.autograd.grad(attend(), wanted, do),
-    }
+class Attention(NamedTuple):
+    """One way to attend, what it is differentiated by, and the gradient that arrives."""
+
+    attend: Callable[[], torch.Tensor]
+    leaves: list[torch.Tensor]
+    do: torch.Tensor
+
+    def step(self) -> object:
+        """Forward and backward."""
+        return torch.autograd.grad(self.attend(), self.leaves, self.do)
+
+    def calls(self, name: str) -> Calls:
+        """The forward, the backward alone, and both as one step."""
+        o = self.attend()
+        return {
+            f"{name} forward": self.attend,
+            f"{name} backward": lambda: torch.autograd.grad(o, self.leaves, self.do, retain_graph=True),
+            f"{name} step": self.step,
+        }
 
 
-def dense_calls(batch: Batch) -> Calls:
+def dense(batch: Batch) -> Attention:
     """HSTU attention, causal."""
     leaves = [batch.q, batch.k, batch.v]
-    return directions("dense", lambda: tilewise.hstu_attention(*leaves, batch.offsets, max_seq_len=batch.longest), leaves, batch.do)
+    return Attention(lambda: tilewise.hstu_attention(*leaves, batch.offsets, max_seq_len=batch.longest), leaves, batch.do)
 
 
-def sparse_calls(batch: Batch) -> Calls:
+def sparse(batch: Batch) -> Attention:
     """Block-sparse attention with gates, without a window."""
     leaves, gates = [batch.q, batch.k, batch.v, batch.u], batch.gates
 
     def attend() -> torch.Tensor:
         return tilewise.block_sparse_attn(*leaves, *gates, None, COUNT, BLOCK, seq_offsets=batch.offsets)[0]
 
-    return directions("block-sparse", attend, [*leaves, *gates], batch.do)
+    return Attention(attend, [*leaves, *gates], batch.do)
 
 
-def torch_calls(batch: Batch) -> Calls:
+def in_torch(batch: Batch) -> Attention:
     """What a user would write in torch for sequences of one length: two batched products with SiLU and the causal mask between them."""
     count = len(batch.lengths)
     q, k, v = (x.detach().unflatten(0, (count, -1)).transpose(1, 2).contiguous().requires_grad_() for x in (batch.q, batch.k, batch.v))
@@ -92,18 +104,23 @@ def torch_calls(batch: Batch) -> Calls:
         weights = torch.nn.functional.silu(q @ k.mT * q.shape[-1] ** -0.5) / batch.longest
         return weights.masked_fill(~keep, 0.0) @ v
 
-    return directions("torch", attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
+    return Attention(attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
 
 
-def in_graph(calls: Calls) -> dict[str, float]:
-    """Milliseconds of calls as CUDA graphs, which leave the host out."""
-    return {name: round(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"), 3) for name, call in calls.items()}
+def in_graphs(shape: Shape) -> dict[str, float]:
+    """Milliseconds of steps as CUDA graphs, which leave the host out.
+
+    Leaves of their own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
+    """
+    batch = Batch(shape, jagged=False)
+    steps = {"dense step": dense(batch).step, "block-sparse step": sparse(batch).step}
+    return {name: round(triton.testing.do_bench_cudagraph(step, rep=20, return_mode="median"), 3) for name, step in steps.items()}
 
 
 def dense_row(shape: Shape) -> dict[str, object]:
     """One shape, full-length beside torch, and jagged."""
     full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
-    times = {"full": milliseconds(dense_calls(full) | torch_calls(full)), "jagged": milliseconds(dense_calls(jagged))}
+    times = {"full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")), "jagged": milliseconds(dense(jagged).calls("dense"))}
     rates = {
         f"{kind} {direction}": round(factor * batch.operations / times[kind][f"dense {direction}"] / 1e9)
         for kind, batch in (("full", full), ("jagged", jagged))
@@ -115,9 +132,11 @@ def dense_row(shape: Shape) -> dict[str, object]:
 def sparse_row(shape: Shape) -> dict[str, object]:
     """One shape, full-length: block-sparse beside dense, as called, and as CUDA graphs."""
     batch = Batch(shape, jagged=False)
-    calls = dense_calls(batch) | sparse_calls(batch)
-    steps = {name: call for name, call in calls.items() if name.endswith("step")}
-    return {"shape": shape, "milliseconds": milliseconds(calls), "as graphs": in_graph(steps)}
+    return {
+        "shape": shape,
+        "milliseconds": milliseconds(dense(batch).calls("dense") | sparse(batch).calls("block-sparse")),
+        "as graphs": in_graphs(shape),
+    }
 
 
 def main() -> None:

@@ -69,6 +69,17 @@ def keys_before(position, KEY_STRIDE: tl.constexpr):
 
 
 @triton.jit
+def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
+    """Keys up to the last that any query sees, where they have a stride, else all.
+
+    A packed sequence has room for one key more, or not, by where it lies: how tiles are masked, and so how sums round, must not follow from that.
+    """
+    if KEY_STRIDE is not None:
+        n_keys = tl.minimum(n_keys, tl.maximum(keys_before(n_queries + right, KEY_STRIDE), 0))
+    return n_keys
+
+
+@triton.jit
 def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
     """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
     off = diagonal(n_queries, n_keys, KEY_STRIDE)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keep, key_range, query_range
+from tilewise.ops._tile.mask import diagonal, keep, key_range, keys_seen, query_range
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
@@ -103,6 +103,7 @@ def flash_bwd_dkdv_kernel(
     # Writes: its rows of dk and dv, which have a head for each part.
     i_b, i_hk, i_n, start_k, Tk = locate_tile(tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N)
     i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]
     b_k = load_rows((k, k_strides, i_b, i_hk // parts, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
     b_v = load_rows((v, v_strides, i_b, i_hk // parts, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
@@ -173,6 +174,7 @@ def flash_bwd_dq_kernel(
     # Writes: its rows of dq.
     i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M)
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h // group, start_k, Tk)
     # [M, D], [M, DV]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keep, key_range
+from tilewise.ops._tile.mask import diagonal, keep, key_range, keys_seen
 from tilewise.ops._tile.softmax import cap_scores, online_softmax_step, softmax_finish
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
@@ -64,6 +64,7 @@ def flash_fwd_kernel(
     # Writes: its rows of o and lse.
     i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M)
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h // group, start_k, Tk)
     # [M, D]

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.ops._tile.history import history_end
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal
+from tilewise.ops._tile.mask import diagonal, keys_seen
 from tilewise.ops._tile.pairs import kept_pairs, keys_of, queries_of
 from tilewise.ops._tile.silu import silu_slopes
 from tilewise.ops._tile.tap import tap
@@ -78,6 +78,7 @@ def hstu_bwd_dkdv_kernel(
         return
     history = (context, history_end(num_targets, context, i_b, Tk), left)
     i_b, start_q, Tq = same_or_other_side(cu, cu_other, i_b, start_k, Tk, n_queries)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]; of keys past the last nothing is stored.
     b_k = load_rows((k, k_strides, i_b, i_h, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA, TMA != 0)
     b_v = load_rows((v, v_strides, i_b, i_h, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA, TMA != 0)
@@ -163,6 +164,7 @@ def hstu_bwd_dq_kernel(
         return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
     i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D], [M, DV]; of rows past the last nothing is stored.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tilewise.ops._tile.history import history_end
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal
+from tilewise.ops._tile.mask import diagonal, keys_seen
 from tilewise.ops._tile.pairs import kept_pairs, keys_of
 from tilewise.ops._tile.silu import silu_weights
 from tilewise.ops._tile.tap import tap
@@ -67,6 +67,7 @@ def hstu_fwd_kernel(
         return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
     i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
     v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D]; of rows past the last nothing is stored.

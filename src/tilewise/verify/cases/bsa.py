@@ -206,7 +206,8 @@ CASES = (
     _case("strided", "transposed q and u, an expanded k, a cut v, cut gates", B=2, T=35, layout="mixed", window=9),
     _case("strided-aligned", "the same on lines of 16 bytes, D 72", B=2, T=56, D=72, layout="mixed-aligned", window=9),
     _case("packed", "lengths 0, 37, 1, 0, 49 of one batch", lengths=(0, 37, 1, 0, 49), Dv=24),
-    _case("packed-window", "packed, a window of 9 keys, each head by itself", lengths=(20, 0, 3, 52), window=9, count=3, interleave=False),
+    # Lengths at which no token's compressed branch is nearly zero: layer norm would divide by that, and one element's luck in rounding decide.
+    _case("packed-window", "packed, a window of 9 keys, each head by itself", lengths=(20, 0, 3, 51), window=9, count=3, interleave=False),
     _case("packed-strided", "packed, cut out of wider tensors", lengths=(17, 0, 33), window=9, layout="mixed"),
     _case("packed-empty", "packed, and not one token", lengths=(0, 0)),
     _case("d-80", "D 80", T=100, D=80, block=32, window=20),
