@@ -80,6 +80,14 @@ def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
 
 
 @triton.jit
+def zero_unseen(b_x, i_n, n_seen, KEY_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of keys `i_n .. i_n + BLOCK_N`, 0 for those that no query sees: a tile that needs no mask for the others leaves something there."""
+    if KEY_STRIDE is not None:
+        b_x = tl.where((i_n + tl.arange(0, BLOCK_N) < n_seen)[:, None], b_x, 0.0)
+    return b_x
+
+
+@triton.jit
 def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
     """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
     off = diagonal(n_queries, n_keys, KEY_STRIDE)

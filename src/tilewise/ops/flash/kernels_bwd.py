@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keep, key_range, keys_seen, query_range
+from tilewise.ops._tile.mask import diagonal, keep, key_range, keys_seen, query_range, zero_unseen
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
 from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
@@ -103,14 +103,14 @@ def flash_bwd_dkdv_kernel(
     # Writes: its rows of dk and dv, which have a head for each part.
     i_b, i_hk, i_n, start_k, Tk = locate_tile(tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N)
     i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
-    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
+    n_seen = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]
     b_k = load_rows((k, k_strides, i_b, i_hk // parts, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
     b_v = load_rows((v, v_strides, i_b, i_hk // parts, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
-    ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
+    ends = query_range(i_n, Tq, n_seen, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for i_h in range(i_hk * group, i_hk * group + group):
         q_rows = (q, q_strides, i_b, i_h, start_q, Tq)
         do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
@@ -119,9 +119,11 @@ def flash_bwd_dkdv_kernel(
             if PART == 1 or (PART == 0 and right is not None) or (PART == 2 and left is not None):
                 for i_m in range(ends[PART], ends[PART + 1], BLOCK_M):
                     acc_dk, acc_dv = flash_bwd_dkdv_step(
-                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, Tk, off, left, right,
+                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, n_seen, off, left, right,
                         scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
                     )  # fmt: skip
+    acc_dk = zero_unseen(acc_dk, i_n, n_seen, KEY_STRIDE, BLOCK_N)
+    acc_dv = zero_unseen(acc_dv, i_n, n_seen, KEY_STRIDE, BLOCK_N)
     store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
     store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
 
