@@ -1,12 +1,10 @@
 """Launches as values: replays, strides, descriptors, tile widths."""
 
-import weakref
-
 import pytest
 import torch
 
 from tilewise.ops._host import packing
-from tilewise.ops._host.launching import Launch, Replay, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
 
 
 class Compiled:
@@ -46,28 +44,6 @@ def test_an_empty_grid_launches_nothing():
     kernel = Kernel()
     assert Launch(kernel, 0, {"q": 1}).run() is None
     assert kernel.launched == []
-
-
-def test_a_replay_launches_once_and_then_starts_the_compiled_kernel_with_other_tensors():
-    kernel = Kernel()
-    replay = Replay(Launch(kernel, 5, {"o": "o0", "q": "q0", "BLOCK": 64, "size": 7, "num_warps": 4}), ("q", "o"))
-    assert len(kernel.launched) == 1
-    replay.run("q1", "o1")
-    replay.run("q2", "o2")
-    assert len(kernel.launched) == 1
-    assert kernel.compiled.started == [((5, 1, 1), ("q1", 7, "o1", 64)), ((5, 1, 1), ("q2", 7, "o2", 64))]
-
-
-def test_a_replay_keeps_no_tensor_alive():
-    kernel = Kernel()
-    first, later = torch.empty(3), torch.empty(3)
-    known = weakref.ref(first), weakref.ref(later)
-    replay = Replay(Launch(kernel, 5, {"o": first, "q": first, "BLOCK": 64, "size": 7}), ("q", "o"))
-    replay.run(later, later)
-    kernel.launched.clear()
-    kernel.compiled.started.clear()
-    del first, later
-    assert [reference() for reference in known] == [None, None]
 
 
 def test_row_strides():

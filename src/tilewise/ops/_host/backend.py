@@ -63,6 +63,11 @@ def as_if_on(architecture: int) -> Iterator[None]:
         _as_if.pop()
 
 
+def pretending() -> bool:
+    """Whether `as_if_on` is in force."""
+    return bool(_as_if)
+
+
 def architecture(device: torch.device) -> int:
     """Compute capability as one number, 90 for an H100; raises where the GPU is older than the kernels support.
 

@@ -1,9 +1,10 @@
 """A kernel launch as a value: run it, compile it without a GPU, or audit it at sizes that no machine holds."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,25 +26,11 @@ class Launch:
         return self.kernel[(self.grid,)](**self.arguments) if self.grid else None
 
 
-class Replay:
-    """A launch that has run once and runs again with other tensors of the same metadata and alignment, given in the order of `names`.
+class Started(NamedTuple):
+    """A launch that has run: its arguments' values in some order, and how to run it again with others in that order."""
 
-    Triton binds and specialises each argument anew at every launch, some 20 µs; here that is done once.
-    """
-
-    def __init__(self, launch: Launch, names: tuple[str, ...]) -> None:
-        self._start = launch.run()[(launch.grid, 1, 1)]
-        order = launch.kernel.arg_names
-        # No tensor is kept: it would stay alive until the next call of its shape.
-        self._values = [None if name in names else launch.arguments[name] for name in order]
-        self._positions = [order.index(name) for name in names]
-
-    def run(self, *tensors: Any) -> None:
-        """Launch with `tensors` in place of those that were there."""
-        values = self._values.copy()
-        for position, x in zip(self._positions, tensors, strict=True):
-            values[position] = x
-        self._start(*values)
+    values: list[Any]
+    again: Callable[[list[Any]], None]
 
 
 # Compiled kernels by what Triton specialises a launch on.
@@ -66,24 +53,35 @@ def _trait(value: Any) -> Any:
     return float if kind is float else value
 
 
-def _run_on_gpu(launch: Launch) -> None:
+def _run_on_gpu(launch: Launch) -> Started:
     """Run a launch on the current device. Triton binds each argument anew at every launch, some 40 µs; where an equal one has run, that is spared."""
     kernel, arguments = launch.kernel, launch.arguments
-    try:
-        values = [arguments[parameter.name] for parameter in kernel.params]
-    except KeyError:
-        # A parameter is left to its default.
-        launch.run()
-        return
+    # What is not given is left to its default.
+    values = [arguments.get(parameter.name, parameter.default) for parameter in kernel.params]
     traits = [value if parameter.is_constexpr else _trait(value) for parameter, value in zip(kernel.params, values, strict=True)]
     key = (kernel, torch.cuda.current_device(), *map(arguments.get, OPTIONS), *traits)
     compiled = _compiled.get(key)
-    if compiled is not None and launch.grid:
-        compiled[(launch.grid, 1, 1)](*values)
-    elif launch.grid:
+    if compiled is None:
         if len(_compiled) >= MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = launch.run()
+        _compiled[key] = compiled = launch.run()
+        start = compiled[(launch.grid, 1, 1)]
+    else:
+        start = compiled[(launch.grid, 1, 1)]
+        start(*values)
+    return Started(values, lambda values: start(*values))
+
+
+def _run_interpreted(launch: Launch) -> Started:
+    # Not the launch itself, which would keep its tensors alive.
+    kernel, grid, names = launch.kernel, launch.grid, list(launch.arguments)
+    launch.run()
+
+    def again(values: list[Any]) -> None:
+        with interpreter.quiet():
+            Launch(kernel, grid, dict(zip(names, values, strict=True))).run()
+
+    return Started(list(launch.arguments.values()), again)
 
 
 _captured: list[list[Launch]] = []
@@ -101,22 +99,58 @@ def capture(architecture: int) -> Iterator[list[Launch]]:
         _captured.remove(collected)
 
 
+class _Recording(threading.local):
+    """What a thread's launches are shown to, each with how it is started."""
+
+    launched: Callable[[Launch, Callable[[Launch], Started]], None] | None = None
+
+
+_recording = _Recording()
+
+
+@contextlib.contextmanager
+def recording(launched: Callable[[Launch, Callable[[Launch], Started]], None]) -> Iterator[None]:
+    """Inside, this thread's launches are left to `launched`, which must start them."""
+    _recording.launched = launched
+    try:
+        yield
+    finally:
+        _recording.launched = None
+
+
+def observed() -> bool:
+    """Whether launches are collected rather than run, or tiles are those of another architecture than the device's."""
+    return bool(_captured) or backend.pretending()
+
+
+def on_device(device: torch.device, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What `call` returns, made with `device` as the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return call(*arguments)
+    with torch.cuda.device(device):
+        return call(*arguments)
+
+
 def run_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Run launches in order on `device`: compiled on a GPU, interpreted on the CPU."""
     if _captured:
         _captured[-1].extend(launches)
-    elif device.type != "cuda":
+        return
+    start = _run_on_gpu if device.type == "cuda" else _run_interpreted
+    if start is _run_interpreted:
         interpreter.repair()
-        with interpreter.quiet():
+
+    def run() -> None:
+        with interpreter.quiet() if start is _run_interpreted else contextlib.nullcontext():
             for launch in launches:
-                launch.run()
-    elif device.index == torch.cuda.current_device():
-        for launch in launches:
-            _run_on_gpu(launch)
-    else:
-        with torch.cuda.device(device):
-            for launch in launches:
-                _run_on_gpu(launch)
+                if launch.grid == 0:
+                    continue
+                if _recording.launched is None:
+                    start(launch)
+                else:
+                    _recording.launched(launch, start)
+
+    on_device(device, run)
 
 
 def power_of_2(number: int) -> int:

@@ -13,8 +13,8 @@ from tilewise.ops.bsa.options import Options
 from tilewise.ops.nsa.branches import nothing, without_autocast
 
 GATES = ("g_cmp", "g_slc", "g_swa")
-# Two modules with the same functions.
-KERNELS: dict[str, Any] = {"cpu": cpu, "triton": launch}
+FORWARD: dict[str, Any] = {"cpu": cpu.forward, "triton": launch.replayed_forward}
+BACKWARD: dict[str, Any] = {"cpu": cpu.backward, "triton": launch.replayed_backward}
 
 
 @autocasting
@@ -145,7 +145,7 @@ def _run_forward(
 ) -> tuple[torch.Tensor, ...]:
     _check_values(q, cu)
     options, backend = _options(numbers, q.shape[-3])
-    return tuple(KERNELS[backend].forward(q, k, v, u, (g_cmp, g_slc, g_swa), cu, options))
+    return tuple(FORWARD[backend](q, k, v, u, (g_cmp, g_slc, g_swa), cu, options))
 
 
 def _run_backward(
@@ -161,7 +161,7 @@ def _run_backward(
 ) -> tuple[torch.Tensor, ...]:
     options, backend = _options(saved[7:], q.shape[-3])
     with without_autocast(backend):
-        gradients = KERNELS[backend].backward(do, q, k, v, u, (g_cmp, g_slc, g_swa), *saved[:7], options)
+        gradients = BACKWARD[backend](do, q, k, v, u, (g_cmp, g_slc, g_swa), *saved[:7], options)
     return tuple(nothing(q) if gradient is None else gradient for gradient in gradients)
 
 

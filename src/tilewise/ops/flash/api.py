@@ -139,7 +139,7 @@ def _run_forward(
     _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
     if backend == "cpu":
         return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
+    return launch.replayed_forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
 
 
 def _run_backward(
@@ -163,7 +163,7 @@ def _run_backward(
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    return launch.backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
+    return launch.replayed_backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:

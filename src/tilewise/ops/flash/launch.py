@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, Replay, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.replay import replayed
 from tilewise.ops.flash import configs
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
@@ -157,40 +158,6 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: C
     return Launch(flash_fwd_kernel, n_tiles * inputs.heads, arguments)
 
 
-# Forward launches by metadata, for the calls that come again and again.
-_replays: dict[tuple[Any, ...], tuple[Config, Replay]] = {}
-MOST_REPLAYS = 4096
-
-
-def _metadata(inputs: Inputs) -> tuple[Any, ...]:
-    """All that Triton specialises a launch on: where it is equal for two calls, the same compiled kernel and arguments serve both."""
-    q, k, v, cu_q, cu_k, *options = inputs
-    aligned = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
-    key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, aligned, *options)
-    if cu_q is None or cu_k is None:
-        return key
-    return (*key, cu_q.shape, cu_q.dtype, cu_q.data_ptr() % 16, cu_k.dtype, cu_k.data_ptr() % 16)
-
-
-def _run_forward(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch with the tiles that configs choose, over a replay where there is one."""
-    device = inputs.q.device
-    if device.type != "cuda" or device.index != torch.cuda.current_device():
-        config = configs.choose("fwd", inputs.problem(), architecture(device))
-        run_all([forward_launch(inputs, o, lse, config)], device)
-        return
-    key = _metadata(inputs)
-    known = _replays.get(key)
-    if known is not None:
-        config, replay = known
-        replay.run(*_readable(inputs, config), inputs.cu_q, inputs.cu_k, o, lse)
-        return
-    if len(_replays) >= MOST_REPLAYS:
-        _replays.clear()
-    config = configs.choose("fwd", inputs.problem(), architecture(device))
-    _replays[key] = config, Replay(forward_launch(inputs, o, lse, config), ("q", "k", "v", "cu_q", "cu_k", "o", "lse"))
-
-
 def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq], with the given tiles or those that configs choose."""
     q, v = inputs.q, inputs.v
@@ -199,10 +166,8 @@ def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = No
     lse = torch.empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse
-    if config is None:
-        _run_forward(inputs, o, lse)
-    else:
-        run_all([forward_launch(inputs, o, lse, config, taps)], q.device)
+    config = config or configs.choose("fwd", inputs.problem(), architecture(q.device))
+    run_all([forward_launch(inputs, o, lse, config, taps)], q.device)
     return o, lse
 
 
@@ -324,3 +289,7 @@ def backward(
     gradients = _empty(q), _empty(k, parts), _empty(v, parts)
     run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps), q.device)
     return gradients[0], _add_parts(gradients[1], parts, k.dtype), _add_parts(gradients[2], parts, v.dtype)
+
+
+# For the calls that come again and again.
+replayed_forward, replayed_backward = replayed(forward), replayed(backward)

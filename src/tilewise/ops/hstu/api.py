@@ -126,7 +126,7 @@ def _run_forward(
     _check_values(q, offsets, num_targets, max_seq_len)
     if backend == "cpu":
         return cpu.forward(q, k, v, offsets, num_targets, cpu.Options(max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
-    return launch.forward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
+    return launch.replayed_forward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
 
 
 def _run_backward(
@@ -148,7 +148,9 @@ def _run_backward(
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, do, offsets, num_targets, options)
-    return launch.backward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len), do)
+    return launch.replayed_backward(
+        launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len), do
+    )
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> torch.Tensor:

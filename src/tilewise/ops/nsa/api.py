@@ -7,6 +7,7 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
+from tilewise.ops._host.replay import replayed
 from tilewise.ops.nsa import arguments, branches, reference
 from tilewise.ops.nsa.sizes import Sizes, window_count
 from tilewise.ops.nsa.steps import compressed_attention, contiguous, scale_of, select_blocks, selected_attention
@@ -14,6 +15,8 @@ from tilewise.ops.nsa.steps import compressed_attention, contiguous, scale_of, s
 __all__ = ["compressed_attention", "native_sparse_attention", "select_blocks", "selected_attention"]
 
 GATES = ("g_cmp", "g_slc", "g_swa")
+FORWARD = {"cpu": branches.forward, "triton": replayed(branches.forward)}
+BACKWARD = {"cpu": branches.backward, "triton": replayed(branches.backward)}
 
 
 @autocasting
@@ -163,7 +166,7 @@ def _run_forward(
 ) -> tuple[torch.Tensor, ...]:
     options = _options(numbers)
     _check_values(q, k_cmp, indices, cu, options.sizes)
-    return tuple(branches.forward(q, k, v, (g_cmp, g_slc, g_swa), k_cmp, v_cmp, indices, cu, options))
+    return tuple(FORWARD[options.backend](q, k, v, (g_cmp, g_slc, g_swa), k_cmp, v_cmp, indices, cu, options))
 
 
 def _run_backward(
@@ -178,7 +181,7 @@ def _run_backward(
 ) -> tuple[torch.Tensor, ...]:
     options = _options(saved[11:])
     with branches.without_autocast(options.backend):
-        return branches.backward(do, branches.Saved(q, k, v, (g_cmp, g_slc, g_swa), *saved[:11]), options)
+        return BACKWARD[options.backend](do, branches.Saved(q, k, v, (g_cmp, g_slc, g_swa), *saved[:11]), options)
 
 
 def _fake_forward(

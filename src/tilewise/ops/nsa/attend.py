@@ -7,14 +7,17 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
+from tilewise.ops._host.replay import replayed
 from tilewise.ops.flash.api import flash_forward
-from tilewise.ops.nsa import arguments, reference
-from tilewise.ops.nsa.branches import KERNELS, without_autocast
+from tilewise.ops.nsa import arguments, cpu, launch, reference
+from tilewise.ops.nsa.branches import without_autocast
 from tilewise.ops.nsa.steps import fake_outputs
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 LAYOUT = "[B, H, T, D]"
+FORWARD: dict[str, Any] = {"cpu": cpu.attend_forward, "triton": replayed(launch.attend_forward)}
+BACKWARD: dict[str, Any] = {"cpu": cpu.attend_backward, "triton": replayed(launch.attend_backward)}
 
 
 @autocasting
@@ -148,7 +151,7 @@ def _run_forward(
     # An index that nobody checked may be no block, and be one once it is cut to 32 bits.
     named = mask & (indices >= 0) & (indices < -(-q.shape[1] // block_size))
     read = indices.where(named, -1).to(torch.int32).contiguous()
-    return *KERNELS[backend].attend_forward(q, k, v, read, sel_scale, own, block_size, scale), read
+    return *FORWARD[backend](q, k, v, read, sel_scale, own, block_size, scale), read
 
 
 def _run_backward(
@@ -167,7 +170,7 @@ def _run_backward(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     with without_autocast(backend):
-        dq, dk, dv, dsel = KERNELS[backend].attend_backward(q, k, v, indices, sel_scale, o, lse, do, dlse, own, block_size, scale)
+        dq, dk, dv, dsel = BACKWARD[backend](q, k, v, indices, sel_scale, o, lse, do, dlse, own, block_size, scale)
     return dq, dk, dv, torch.empty(0, dtype=q.dtype, device=q.device) if dsel is None else dsel
 
 
