@@ -188,6 +188,14 @@ def test_the_plot_has_a_line_for_each_implementation(monkeypatch):
     assert list(panels[0].lines[0].get_ydata()) == [1.0, 0.5, 0.25]
     assert panels[0].get_xscale() == panels[0].get_yscale() == "log"
     assert rows[0].kind == "D=32"
+    panels.clear()
+    # The largest batch of a length is drawn; sequences of different lengths, and a kind of one length, are not in its line.
+    others = [replace(row("tilewise", 2.0, 128), total_tokens=total, problem=problem) for total, problem in (
+        (512, "lengths=128/128,D=32"), (200, "lengths=128/72,D=32"), (128, "T=128,D=64"),
+    )]  # fmt: skip
+    draw(report(row("tilewise", 1.0, 64), row("tilewise", 1.0, 128), *others), "png")
+    assert [list(panel.lines[0].get_ydata()) for panel in panels] == [[1.0, 0.5]]
+    assert others[1].kind == "D=32, lengths differ"
     assert draw(report(row("tilewise", None), row("fa2", 1.0, operations=0)), "png") == b""
 
 

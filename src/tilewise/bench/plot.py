@@ -30,7 +30,11 @@ def draw(report: Report, format: str) -> bytes:
     timed = [row for row in report.rows if row.times and speed(report, row) > 0]
     if not timed:
         return b""
-    kinds = list(dict.fromkeys(row.kind for row in timed))
+    lengths: dict[str, set[int]] = {}
+    for row in timed:
+        lengths.setdefault(row.kind, set()).add(row.tokens)
+    # A kind of one length makes no line: it is left to the tables, unless there is no other.
+    kinds = [kind for kind, found in lengths.items() if len(found) > 1] or list(lengths)
     modes = list(dict.fromkeys(row.mode for row in timed))
     names = list(dict.fromkeys(row.implementation for row in report.rows))
     figure, axes = pyplot.subplots(len(kinds), len(modes), figsize=(5.2 * len(modes), 3.6 * len(kinds)), squeeze=False, layout="constrained")
@@ -38,10 +42,12 @@ def draw(report: Report, format: str) -> bytes:
         for column, mode in enumerate(modes):
             panel = axes[line][column]
             for i, name in enumerate(names):
-                points = sorted((row.tokens, speed(report, row)) for row in timed if (row.kind, row.mode, row.implementation) == (one, mode, name))
+                rows = [row for row in timed if (row.kind, row.mode, row.implementation) == (one, mode, name)]
+                # Of batches of the same length, the largest.
+                points = {row.tokens: speed(report, row) for row in sorted(rows, key=lambda row: (row.tokens, row.total_tokens))}
                 if points:
                     style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)]}
-                    panel.plot(*zip(*points, strict=True), label=name, **style)
+                    panel.plot(list(points), list(points.values()), label=name, **style)
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
             panel.set_yscale("log")

@@ -47,8 +47,10 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """The problem without what a series of lengths varies."""
-        return ", ".join(part for part in self.problem.split(",") if part.partition("=")[0] not in VARIED)
+        """The problem without what a series of lengths varies; sequences of different lengths are a kind of their own."""
+        parts = dict(part.partition("=")[::2] for part in self.problem.split(","))
+        jagged = len(set(parts.get("lengths", "").split("/"))) > 1
+        return ", ".join([f"{name}={value}" for name, value in parts.items() if name not in VARIED] + ["lengths differ"] * jagged)
 
     @property
     def tflops(self) -> float:
