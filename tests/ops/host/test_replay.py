@@ -42,18 +42,18 @@ def replays(monkeypatch):
 
 
 def packed(device):
-    return torch.tensor([0, 20, 20, 70], device=device)
+    return torch.tensor([0, 9, 9, 36], device=device)
 
 
 CALLS = {
     "flash": (((2, 33, 4, 16), (2, 33, 2, 16), (2, 33, 2, 16)), lambda q, k, v: tilewise.flash_attention(q, k, v, causal=True, backend="triton")),
-    "hstu": (((70, 4, 16),) * 3, lambda q, k, v: tilewise.hstu_attention(q, k, v, packed(q.device), max_seq_len=50, backend="triton")),
+    "hstu": (((36, 2, 16),) * 3, lambda q, k, v: tilewise.hstu_attention(q, k, v, packed(q.device), max_seq_len=27, backend="triton")),
     "bsa": (
-        (*((70, 4, 16),) * 4, *((70, 4),) * 3),
+        (*((36, 2, 16),) * 4, *((36, 2),) * 3),
         lambda *x: tilewise.block_sparse_attn(*x, 2, 16, 9, seq_offsets=packed(x[0].device), backend="triton")[0],
     ),
     "nsa": (
-        ((1, 90, 4, 16), (1, 90, 2, 16), (1, 90, 2, 16), *((1, 90, 4),) * 3),
+        ((1, 40, 2, 16), (1, 40, 1, 16), (1, 40, 1, 16), *((1, 40, 2),) * 3),
         lambda q, k, v, g_cmp, g_slc, g_swa: tilewise.native_sparse_attention(
             *(q, k, v), g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa, compress_size=8, compress_stride=4, block_size=16, block_count=3, window_size=20,
             backend="triton",
@@ -67,13 +67,13 @@ CALLS = {
 def test_operators_give_the_same_bits_when_replayed(name, device, replays):
     shapes, function = CALLS[name]
     results = []
-    for i in range(5):
+    for i in range(4):
         generator = torch.Generator().manual_seed(i % 2)
         tensors = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
         o = function(*tensors)
         results.append([o, *torch.autograd.grad(o, tensors, torch.full_like(o, 0.5))])
-    assert len(replays) == 6
-    for i in (2, 3, 4):
+    assert len(replays) == 4
+    for i in (2, 3):
         assert all(torch.equal(x, y) for x, y in zip(results[i], results[i % 2], strict=True))
 
 
