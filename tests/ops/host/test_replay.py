@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tilewise
 from tilewise.ops._host import replay
@@ -75,6 +76,29 @@ def test_operators_give_the_same_bits_when_replayed(name, device, replays):
     assert len(replays) == 4
     for i in (2, 3):
         assert all(torch.equal(x, y) for x, y in zip(results[i], results[i % 2], strict=True))
+
+
+@triton.jit
+def copy_kernel(x, o, BLOCK: tl.constexpr):
+    tl.store(o + tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], x.load([0, 0]))
+
+
+@pytest.mark.gpu
+def test_descriptors_are_of_the_tensors_at_hand(replays, device):
+    @replayed
+    def function(x):
+        o = torch.empty_like(x)
+        run_all([Launch(copy_kernel, 1, {"x": TensorDescriptor.from_tensor(x, [16, 16]), "o": o, "BLOCK": 16})], x.device)
+        return o
+
+    known = []
+    for i in range(4):
+        x = torch.full((16, 16), float(i), device=device)
+        assert torch.equal(function(x), x)
+        known.append(weakref.ref(x))
+        del x
+    assert len(replays) == 2
+    assert [reference() for reference in known] == [None] * 4
 
 
 def test_one_tensor_given_twice_when_recorded(replays, device):

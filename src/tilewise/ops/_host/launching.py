@@ -48,7 +48,8 @@ def _trait(value: Any) -> Any:
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     if kind is tuple:
         return tuple(map(_trait, value))
-    if kind is TensorDescriptor:
+    if hasattr(value, "block_shape"):
+        # A tensor descriptor, Triton's or Gluon's, whose layouts follow from these.
         return value.base.dtype, *value.block_shape
     return float if kind is float else value
 

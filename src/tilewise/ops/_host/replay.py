@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._host import launching
 
@@ -42,8 +41,9 @@ def _filler(values: Sequence[Any], slot_of: Callable[[torch.Tensor], int]) -> tu
         if isinstance(value, torch.Tensor):
             tensors.append((i, slot_of(value)))
             kept[i] = None
-        elif isinstance(value, TensorDescriptor):
-            descriptors.append((i, slot_of(value.base), vars(value) | {"base": None}))
+        elif hasattr(value, "block_shape"):
+            # A tensor descriptor, Triton's or Gluon's.
+            descriptors.append((i, slot_of(value.base), type(value), vars(value) | {"base": None}))
             kept[i] = None
         elif isinstance(value, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in value):
             raise NotReplayableError("tensors inside a tuple")
@@ -52,13 +52,13 @@ def _filler(values: Sequence[Any], slot_of: Callable[[torch.Tensor], int]) -> tu
         filled = kept.copy()
         for i, slot in tensors:
             filled[i] = slots[slot]
-        for i, slot, fields in descriptors:
+        for i, slot, kind, fields in descriptors:
             # Its checks were made when it was recorded.
-            filled[i] = object.__new__(TensorDescriptor)
+            filled[i] = object.__new__(kind)
             filled[i].__dict__ = fields | {"base": slots[slot]}
         return filled
 
-    return fill, frozenset([slot for _, slot in tensors] + [slot for _, slot, _ in descriptors])
+    return fill, frozenset([slot for _, slot in tensors] + [slot for _, slot, _, _ in descriptors])
 
 
 class _Recorder(TorchDispatchMode):
