@@ -3,7 +3,9 @@
 That code decides everything from shapes, strides and numbers, never from values, and takes several times as long as the launches themselves.
 """
 
+import enum
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ from tilewise.ops._host import launching
 MOST_PLANS = 1024
 # Called by their names in torch, so that whoever watches over fresh memory sees what a plan allocates.
 FACTORIES = ("empty", "empty_like", "zeros", "zeros_like")
+# Where another function stands in its place, fresh memory is watched.
+EMPTY = torch.empty
 
 Slots = list[Any]
 # Values of a call, and which of them come out of which slots.
@@ -66,8 +70,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        # By id, of those alive: a plan's memory must not all live at once when it is recorded. A later tensor may have an earlier one's id.
-        self._slots: dict[int, int] = {}
+        # By id, and not kept alive: a plan's memory must not all live at once when it is recorded. A later tensor may have an earlier one's id.
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._launching = False
         self.size = 0
         self.steps: list[Step] = []
@@ -78,16 +82,18 @@ class _Recorder(TorchDispatchMode):
         """The slot of a result: a new one, but for what an operation in place gives back."""
         if not isinstance(x, torch.Tensor):
             raise NotReplayableError(f"a value was looked at: {type(x).__name__}")
-        if not any(x is y for y in arguments):
-            self._slots[id(x)] = self.size
-            self.size += 1
-        return self._slots[id(x)]
+        if any(x is y for y in arguments):
+            return self.slot_of(x)
+        self._slots[id(x)] = weakref.ref(x), self.size
+        self.size += 1
+        return self.size - 1
 
     def slot_of(self, x: torch.Tensor) -> int:
         """The slot of an argument, or of what was made of it."""
-        if id(x) not in self._slots:
+        known, slot = self._slots.get(id(x), (None, -1))
+        if known is None or known() is not x:
             raise NotReplayableError("a tensor that is no argument and was not made here")
-        return self._slots[id(x)]
+        return slot
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
@@ -182,7 +188,7 @@ def _with_own_tensors(x: Any) -> Any:
     return x
 
 
-def _record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Plan | None]:
+def _record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Plan] | None:
     """The function's result, and the plan; None where what it does cannot be recorded."""
     own = _with_own_tensors(arguments)
     tensors: list[torch.Tensor] = []
@@ -193,7 +199,14 @@ def _record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[A
             result = function(*own)
         return result, Plan(recorder, len(tensors), result)
     except NotReplayableError:
-        return function(*arguments), None
+        return None
+
+
+class _Mark(enum.Enum):
+    """What is known of a call that has no plan: it came once, or cannot be recorded."""
+
+    SEEN = enum.auto()
+    NEVER = enum.auto()
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,8 +214,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The first only leaves a mark: where every call has other shapes, nothing is recorded.
     """
-    plans: dict[tuple[Any, ...], Plan | None] = {}
-    seen: set[tuple[Any, ...]] = set()
+    plans: dict[tuple[Any, ...], Plan | _Mark] = {}
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -213,16 +225,21 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         _read(arguments, parts, tensors)
         device = tensors[0].device
         key = (device, *parts)
-        if key in plans:
-            plan = plans[key]
-            return function(*arguments) if plan is None else launching.on_device(device, plan.run, tensors)
-        if key not in seen:
-            if len(seen) >= MOST_PLANS:
-                seen.clear()
+        known = plans.get(key)
+        if isinstance(known, Plan):
+            return launching.on_device(device, known.run, tensors)
+        if known is None:
+            if len(plans) >= MOST_PLANS:
                 plans.clear()
-            seen.add(key)
-            return function(*arguments)
-        result, plans[key] = _record(function, arguments)
-        return result
+            plans[key] = _Mark.SEEN
+        elif known is _Mark.SEEN:
+            recorded = _record(function, arguments)
+            if recorded is not None:
+                result, plan = recorded
+                plans[key] = plan
+                # Nobody can watch over fresh memory during the recording: who does gets what a replay makes.
+                return result if torch.empty is EMPTY else launching.on_device(device, plan.run, tensors)
+            plans[key] = _Mark.NEVER
+        return function(*arguments)
 
     return call

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.ops._tile.history import history_end
 from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keys_seen, zero_unseen
+from tilewise.ops._tile.mask import diagonal, keys_seen
 from tilewise.ops._tile.pairs import kept_pairs, keys_of, queries_of
 from tilewise.ops._tile.silu import silu_slopes
 from tilewise.ops._tile.tap import tap
@@ -78,14 +78,15 @@ def hstu_bwd_dkdv_kernel(
         return
     history = (context, history_end(num_targets, context, i_b, Tk), left)
     i_b, start_q, Tq = same_or_other_side(cu, cu_other, i_b, start_k, Tk, n_queries)
-    n_seen = keys_seen(Tq, Tk, right, KEY_STRIDE)
+    # Nothing is stored for keys that no query sees: nobody reads it.
+    Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]; of keys past the last nothing is stored.
     b_k = load_rows((k, k_strides, i_b, i_h, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA, TMA != 0)
     b_v = load_rows((v, v_strides, i_b, i_h, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA, TMA != 0)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
-    context_end, ends = queries_of(i_n, Tq, n_seen, left, right, history, KEY_STRIDE, CAUSAL, HISTORY, BLOCK_M, BLOCK_N)
+    context_end, ends = queries_of(i_n, Tq, Tk, left, right, history, KEY_STRIDE, CAUSAL, HISTORY, BLOCK_M, BLOCK_N)
     firsts = (ends[0], ends[1], ends[2], ends[3], 0)
     lasts = (ends[1], ends[2], ends[3], ends[4], context_end)
     i_low = 0
@@ -108,11 +109,9 @@ def hstu_bwd_dkdv_kernel(
         ):
             for i_m in range(tl.maximum(firsts[PART], i_low), tl.minimum(lasts[PART], i_high), BLOCK_M):
                 acc_dk, acc_dv = hstu_bwd_dkdv_step(
-                    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, n_seen, off, left, right, history, alpha_log2, gain, ratio, taps,
+                    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, Tk, off, left, right, history, alpha_log2, gain, ratio, taps,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1, PART != 3,
                 )  # fmt: skip
-    acc_dk = zero_unseen(acc_dk, i_n, n_seen, KEY_STRIDE, BLOCK_N)
-    acc_dv = zero_unseen(acc_dv, i_n, n_seen, KEY_STRIDE, BLOCK_N)
     store_rows((dk, dk_strides, i_b, i_h, start_k, Tk), i_n, acc_dk * factor_s, D, BLOCK_N, BLOCK_D)
     store_rows((dv, dv_strides, i_b, i_h, start_k, Tk), i_n, acc_dv * factor, DV, BLOCK_N, BLOCK_DV)
 
