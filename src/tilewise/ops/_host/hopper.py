@@ -1,0 +1,67 @@
+"""Host's part of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors, and the processors to fill."""
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.ops._host import backend, launching
+from tilewise.ops._tile.hopper import RAGGED_ROWS
+
+# Where there is no GPU to ask: an H100's and an H200's.
+PROCESSORS = 132
+# Of a packed descriptor's outermost axis, see `tile_descriptor`: with RAGGED_ROWS steps an address goes round all 2^64.
+RAGGED_STRIDE = 2**64 // RAGGED_ROWS.value
+# More than any index along that axis and the next.
+MANY = 2**31 - 2**16
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def fits_tiles(x: torch.Tensor) -> bool:
+    """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` as it lies: aligned to 16 bytes in every axis, not empty."""
+    if x.dim() == 4:
+        return launching.fits_descriptor(x)
+    if x.dim() != 3 or x.numel() == 0 or x.data_ptr() % 16 != 0 or x.shape[0] > RAGGED_ROWS.value:
+        return False
+    return all(0 < stride < RAGGED_STRIDE and stride % (16 // x.element_size()) == 0 for stride in x.stride()[:-1])
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, *block_shape: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), DTYPES[dtype])
+
+
+def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For tiles of `rows` tokens and `columns` channels of one head, to be read with `load_tile` and written with `store_tile`.
+
+    Dense: over `[B, H, T, D]`. What lies past T or D reads as 0 and is not written.
+
+    Packed: a sequence's end is no end of the tensor, and the next sequence's rows may hold NaN. So the axis of rows is given RAGGED_ROWS of them,
+    and a sequence is shifted so that its end falls on that end: row r of n, of the sequence that ends at token e, has index `RAGGED_ROWS - n + r`.
+    Two more axes bring its address, with s for the stride of rows, back to `(e - n + r) · s`: one with index e and stride s; one with index
+    RAGGED_ROWS and stride `RAGGED_STRIDE - s`, which gives `2^64 - RAGGED_ROWS · s` elements, and addresses count modulo 2^64.
+    """
+    if x.dim() == 4:
+        batch, tokens, heads, channels = x.shape
+        stride_b, stride_t, stride_h, _ = x.stride()
+        shape, strides, block = [batch, heads, tokens, channels], [stride_b, stride_h, stride_t, 1], [1, 1, rows, columns]
+    else:
+        _, heads, channels = x.shape
+        stride_t, stride_h, _ = x.stride()
+        shape = [MANY, MANY, heads, RAGGED_ROWS.value, channels]
+        strides, block = [RAGGED_STRIDE - stride_t, stride_t, stride_h, stride_t, 1], [1, 1, 1, rows, columns]
+    return TensorDescriptor(x, shape, strides, block, _layout(x.dtype, *block))
+
+
+def processors(device: torch.device) -> int:
+    """How many processors (SMs) a device has; an H100's where launches are only collected."""
+    if device.type != "cuda" or backend.pretending():
+        return PROCESSORS
+    return _processors(device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
