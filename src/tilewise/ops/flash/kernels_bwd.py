@@ -11,6 +11,7 @@ In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, o
 import triton
 import triton.language as tl
 
+from tilewise.ops._tile.delta import row_gradients
 from tilewise.ops._tile.load import load_rows, store_rows
 from tilewise.ops._tile.mask import diagonal, keep, key_range, keys_seen, query_range, zero_unseen
 from tilewise.ops._tile.softmax import cap_scores, score_gradient
@@ -35,19 +36,11 @@ def flash_bwd_prepare_kernel(
     i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     if cu_q is not None:
         i_b = 0
-    b_o = load_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
-    b_do = load_rows((do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
-    b_delta = tl.sum(b_o * b_do, 1)
-    o_m = i_m + tl.arange(0, BLOCK_M)
-    o_t = (start_q + o_m).to(tl.int64)
-    o_row = (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + o_t
-    b_lse = tl.load(lse + o_row, mask=o_m < Tq, other=float("-inf"))
-    if dlse is not None:
-        p_dlse = dlse + tl.cast(i_b, tl.int64) * dlse_strides[0] + tl.cast(i_h, tl.int64) * dlse_strides[1] + o_t * dlse_strides[2]
-        b_delta -= tl.load(p_dlse, mask=o_m < Tq, other=0.0)
-    seen = b_lse != float("-inf")
-    tl.store(delta + o_row, b_delta, mask=o_m < Tq)
-    tl.store(lse_log2 + o_row, tl.where(seen, b_lse * 1.4426950408889634, float("inf")), mask=o_m < Tq)
+    o_rows = (o, o_strides, i_b, i_h, start_q, Tq)
+    do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+    b_delta, b_lse, o_row, m_row = row_gradients(o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV)
+    tl.store(delta + o_row, b_delta, mask=m_row)
+    tl.store(lse_log2 + o_row, b_lse, mask=m_row)
 
 
 @triton.jit

@@ -1,0 +1,81 @@
+"""Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a backward visits them.
+
+A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know, from the same rule, which blocks
+add to it and which of them is the first. Limits that do not exist are left out by HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def query_tiles(
+    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The first of the query tiles that meet keys `i_n .. i_n + BLOCK_N`, and the one after the last; none where those keys do not exist."""
+    off = n_keys - n_queries
+    low = 0
+    high = n_queries
+    if HAS_RIGHT:
+        low = tl.maximum(i_n - off - right, 0) // BLOCK_M
+    if HAS_LEFT:
+        high = tl.maximum(tl.minimum(n_queries, i_n + BLOCK_N - off + left), 0)
+    high = tl.where(i_n < n_keys, tl.cdiv(high, BLOCK_M), 0)
+    return low, tl.maximum(high, low)
+
+
+@triton.jit
+def whole_tiles(
+    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Of the tiles that `query_tiles` gives, the first that needs no mask and the one after the last; none where a key lies past the end.
+
+    A tile that runs past the last query needs none for that: those rows' probabilities are 0.
+    """
+    off = n_keys - n_queries
+    low = 0
+    high = tl.cdiv(n_queries, BLOCK_M)
+    if HAS_RIGHT:
+        low = tl.cdiv(tl.maximum(i_n + (BLOCK_N - 1) - off - right, 0), BLOCK_M)
+    if HAS_LEFT:
+        high = tl.maximum(i_n + 1 - off + left, 0) // BLOCK_M
+    return low, tl.where(i_n + BLOCK_N <= n_keys, high, 0)
+
+
+@triton.jit
+def first_block(i_m, off, left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first block of keys that meets the query tile whose first row is `i_m`."""
+    first = 0
+    if HAS_LEFT:
+        first = tl.maximum(i_m + off - left, 0) // BLOCK_N
+    return first
+
+
+@triton.jit
+def key_blocks(
+    i_m, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The first of the blocks of keys that meet the query tile whose first row is `i_m`, and the one after the last."""
+    off = n_keys - n_queries
+    high = n_keys
+    if HAS_RIGHT:
+        high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)
+    return first_block(i_m, off, left, HAS_LEFT, BLOCK_N), tl.cdiv(tl.maximum(high, 0), BLOCK_N)
+
+
+@triton.jit
+def head_and_slot(place, n_slots, n_heads, together):
+    """Head and slot at a place in the order of work: `together` heads at a time, and of those all with the same slot in a row.
+
+    Of one head, the slots come in ascending order.
+    """
+    i_bundle = place // (together * n_slots)
+    inside = place - i_bundle * (together * n_slots)
+    width = tl.minimum(together, n_heads - i_bundle * together)
+    return i_bundle * together + inside % width, inside // width
+
+
+@triton.jit
+def step_tile(i_step, last, group):
+    """Query tile, and query head of its group, of a step: tiles from the last to the first, and inside a tile the heads."""
+    return last - i_step // group, i_step % group

@@ -1,0 +1,308 @@
+"""Flash attention backward for Hopper: one kernel and five products, dQ summed in memory.
+
+A program owns BLOCK_N keys of one key head: two warpgroups with half of them each, which share every query tile that one TMA warp brings. A warpgroup
+computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ come out of the matrix unit in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them.
+dSᵀ also goes through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the keys of both. That half is added to an
+fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row straight from the matrix unit's registers.
+
+The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
+holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
+
+Nobody waits forever, in whatever order programs start: a program takes its place from a counter of tickets, and waits only for the block before its
+own, which has a smaller ticket, so that it runs already or is done. Hardly anybody waits long: every program walks the query tiles from the last
+to the first, and the heads of its group inside a tile. Under a causal mask the programs of the first keys are the longest; they have the first
+tickets, which evens out the end, and all programs begin with the same tile: each has to stay one step behind the one before it, and nothing more, for
+the shorter ones drop out at the diagonal. With the first tile first, a program would begin two tiles ahead of the one before it and wait at once;
+with the heads outside, it would overtake that one anew at each head. Under a window each begins two tiles after the one before it would get there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, load_tile, store_tile, thread_barrier, tma_load
+from tilewise.ops._tile.reach import first_block, head_and_slot, query_tiles, step_tile, whole_tiles
+from tilewise.ops._tile.softmax import cap_scores
+from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
+
+# Sizes that change from call to call. Not group: of 1 it needs no division.
+SIZES = ("n_batch", "n_slots_k", "n_slots_q", "n_heads_k", "n_queries", "n_keys", "together", "left", "right")
+# Tiles of dQ that `grant` may be ahead of `release`.
+TURNS = gl.constexpr(4)
+
+
+@gluon.jit
+def produce_tiles(arguments, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr):
+    """Brings K and V once, and each step's Q, dO and their rows' LSE and delta."""
+    descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile = arguments
+    q, k, v, do, lse_log2, delta = descriptors
+    qs, ks, vs, dos, lses, deltas = buffers
+    kv_full, q_full, do_full, empty = barriers
+    i_b, i_hk, start_k, n_keys = rows_k
+    i_b, i_hq, start_q, n_queries = rows_q
+    last, n_steps, group, n_slots_q = walk
+    for W in gl.static_range(2):
+        mbarrier.expect(kv_full.index(W), k.block_type.nbytes + v.block_type.nbytes)
+        load_tile(k, ks.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
+        load_tile(v, vs.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
+    for i_step in range(n_steps):
+        i_tile, i_g = step_tile(i_step, last, group)
+        stage = i_step % STAGES
+        mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
+        o_row = (first_tile + i_g * n_slots_q + i_tile) * BLOCK_M
+        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + lse_log2.block_type.nbytes)
+        load_tile(q, qs.index(stage), q_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
+        tma_load(lse_log2, [o_row], q_full.index(stage), lses.index(stage))
+        mbarrier.expect(do_full.index(stage), do.block_type.nbytes + delta.block_type.nbytes)
+        load_tile(do, dos.index(stage), do_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
+        tma_load(delta, [o_row], do_full.index(stage), deltas.index(stage))
+
+
+@gluon.jit
+def grant(
+    go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Lets the warpgroups add to a step's tile once the block before this one has; at most TURNS tiles ahead of `release`."""
+    off, left, _ = limits
+    last, n_steps, group, n_slots_q = walk
+    for i_step in range(n_steps):
+        i_tile, i_g = step_tile(i_step, last, group)
+        mbarrier.wait(free.index(i_step % TURNS), ((i_step // TURNS) & 1) ^ 1)
+        if waits & (i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)):
+            p_turn = turns + (first_tile + i_g * n_slots_q + i_tile)
+            # An addition of 0 is how an acquiring load is written.
+            turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
+            while turn < i_block:
+                turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
+        mbarrier.arrive(go.index(i_step % TURNS), count=1)
+
+
+@gluon.jit
+def release(done, free, turns, i_block, walk, first_tile):
+    """Passes a step's tile on to the next block after both warpgroups have added to it."""
+    last, n_steps, group, n_slots_q = walk
+    for i_step in range(n_steps):
+        i_tile, i_g = step_tile(i_step, last, group)
+        mbarrier.wait(done.index(i_step % TURNS), (i_step // TURNS) & 1)
+        mbarrier.arrive(free.index(i_step % TURNS), count=1)
+        # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets
+        # that are not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
+        gl.atomic_max(turns + (first_tile + i_g * n_slots_q + i_tile), i_block + 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def consume(
+    arguments,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W: HALF_N keys' part of every step, one half of dQ's columns, and at the end its rows of dK and dV."""
+    outputs, buffers, staged, barriers, exchange, order, rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales = arguments
+    dk, dv = outputs
+    qs, ks, vs, dos, lses, deltas = buffers
+    kv_full, q_full, do_full, empty = barriers
+    mine, others, finished = exchange
+    go, done = order
+    off, left, right = limits
+    last, n_steps, group, n_slots_q = walk
+    scale, scale_log2, score_scale = scales
+    i_b, i_hk, start_k, n_keys = rows_k
+    HALF_D: gl.constexpr = BLOCK_D // 2
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
+
+    b_k = as_matrix(ks.index(W), HALF_N, BLOCK_D)
+    b_v = as_matrix(vs.index(W), HALF_N, BLOCK_DV)
+    # The columns of all keys that this warpgroup's half of dQ is made of.
+    b_k0 = as_matrix(ks.index(0), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
+    b_k1 = as_matrix(ks.index(1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
+    acc_dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
+    acc_dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
+    none_s = gl.zeros([HALF_N, BLOCK_M], gl.float32, score_layout)
+    none_dq = gl.zeros([BLOCK_M, HALF_D], gl.float32, dq_layout)
+    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, dq_layout))
+    o_d = gl.arange(0, HALF_D, gl.SliceLayout(0, dq_layout))
+    # [D / 8, M, 8]
+    o_dq = gl.expand_dims(o_m * 8, 1) + gl.expand_dims((o_d // 8) * (8 * BLOCK_M) + o_d % 8, 0)
+    p_sums = sums + W * (HALF_D * BLOCK_M)
+    i_nw = i_n + W * HALF_N
+    whole_low, whole_high = whole_tiles(i_nw, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+
+    for I in gl.static_range(2):
+        mbarrier.wait(kv_full.index(I), 0)
+    for i_step in range(n_steps):
+        i_tile, i_g = step_tile(i_step, last, group)
+        stage = i_step % STAGES
+        phase = (i_step // STAGES) & 1
+        half = i_step % 2
+        b_q = as_matrix(qs.index(stage), BLOCK_M, BLOCK_D)
+        b_do = as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV)
+        mbarrier.wait(q_full.index(stage), phase)
+        # [N, D] @ [D, M] -> [N, M]
+        s_flying = warpgroup_mma(b_k, b_q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        mbarrier.wait(do_full.index(stage), phase)
+        # [N, DV] @ [DV, M] -> [N, M]
+        dp_flying = warpgroup_mma(b_v, b_do.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        b_sT = warpgroup_mma_wait(1, deps=(s_flying,))
+        if SOFTCAP:
+            b_sT = cap_scores(b_sT, score_scale)
+        b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
+        if (i_tile < whole_low) | (i_tile >= whole_high):
+            # As `mask.keep` has it, counted from this warpgroup's first key.
+            o_n = gl.expand_dims(gl.arange(0, HALF_N, gl.SliceLayout(1, score_layout)), 1)
+            o_q = gl.expand_dims(gl.arange(0, BLOCK_M, row_layout) + (i_tile * BLOCK_M + off - i_nw), 0)
+            m_keep = o_n < n_keys - i_nw
+            if HAS_RIGHT:
+                m_keep = m_keep & (o_n <= o_q + right)
+            if HAS_LEFT:
+                m_keep = m_keep & (o_n >= o_q - left)
+            b_pT = gl.where(m_keep, b_pT, 0.0)
+        b_pT_low = b_pT.to(b_do.dtype)
+        if SOFTCAP:
+            b_pT = b_pT * (1.0 - b_sT * b_sT)
+        b_dpT = warpgroup_mma_wait(0, deps=(dp_flying,))
+        b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
+        staged.index(half * 2 + W).store(b_dsT)
+        fence_async_shared()
+        # [N, M] @ [M, DV] -> [N, DV], under the wait for the other warpgroup
+        dv_flying = warpgroup_mma(gl.convert_layout(b_pT_low, gl.DotOperandLayout(0, dv_layout, 2)), b_do, acc_dv, is_async=True)
+        # One thread arrives for all: their stores must be done.
+        thread_barrier()
+        mbarrier.arrive(mine.index(half), count=1)
+        # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
+        mbarrier.wait(others.index(half), (i_step // 2) & 1)
+        # [M, N] @ [N, D / 2] -> [M, D / 2]
+        dq_flying = warpgroup_mma(staged.index(half * 2).permute((1, 0)), b_k0, none_dq, use_acc=False, is_async=True)
+        dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
+        # [N, M] @ [M, D] -> [N, D], under the additions to dQ
+        dk_flying = warpgroup_mma(gl.convert_layout(b_dsT, gl.DotOperandLayout(0, dk_layout, 2)), b_q, acc_dk, is_async=True)
+        b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
+        p_dq = p_sums + (first_tile + i_g * n_slots_q + i_tile).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
+        if ORDERED:
+            mbarrier.wait(go.index(i_step % TURNS), (i_step // TURNS) & 1)
+            if i_block == first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, 2 * HALF_N):
+                gl.store(p_dq, b_dq)
+            else:
+                gl.atomic_add(p_dq, b_dq, sem="relaxed")
+        else:
+            gl.atomic_add(p_dq, b_dq, sem="relaxed")
+        acc_dk = warpgroup_mma_wait(0, deps=(dk_flying,))
+        thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        if ORDERED:
+            mbarrier.arrive(done.index(i_step % TURNS), count=1)
+
+    # V's rows of this warpgroup are read by nobody else; K's are, for dQ.
+    b_v.store(acc_dv.to(b_v.dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(dv, vs.index(W), i_b, i_hk, start_k, n_keys, i_nw, PACKED)
+    mbarrier.arrive(finished.index(0), count=1)
+    mbarrier.wait(finished.index(0), 0)
+    b_k.store((acc_dk * scale).to(b_k.dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(dk, ks.index(W), i_b, i_hk, start_k, n_keys, i_nw, PACKED)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flash_hopper_bwd_kernel(
+    q, k, v, do, dk, dv, lse_log2, delta, sums, turns, tickets, cu_q, cu_k, n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys,
+    together, left, right, scale, scale_log2, score_scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    # Grid: slots of BLOCK_N keys x key heads x batch, in one axis.
+    # Owns: BLOCK_N keys of one key head.
+    # Loops over: the query tiles that meet them, and in each the group's query heads.
+    # Writes: its rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    place = gl.program_id(0)
+    if ORDERED:
+        place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    n_heads = n_heads_k
+    if not PACKED:
+        n_heads = n_heads_k * n_batch
+    i_head, i_slot = head_and_slot(place, n_slots_k, n_heads, together)
+    i_b = i_head // n_heads_k
+    i_hk = i_head % n_heads_k
+    i_block = i_slot
+    start_q = 0
+    start_k = 0
+    slot_q = 0
+    waits = i_slot > 0
+    if PACKED:
+        i_b, i_block = find_tile(cu_k, i_slot, n_batch, n_keys, BLOCK_N)
+        # Offsets that are not in order may leave out the block before: then nobody would end the wait for it.
+        b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - 1, 0), n_batch, n_keys, BLOCK_N)
+        waits = (b_before == i_b) & (block_before + 1 == i_block)
+        slot_q = first_slot(i_b, cu_q, n_queries, BLOCK_M)
+        start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
+        start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
+    i_n = i_block * BLOCK_N
+    low, high = query_tiles(i_n, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    # Tiles of one query head lie n_slots_q apart from those of the next.
+    first_tile = i_head * group * n_slots_q + slot_q
+    walk = (high - 1, (high - low) * group, group, n_slots_q)
+    rows_q = (i_b, i_hk * group, start_q, n_queries)
+    rows_k = (i_b, i_hk, start_k, n_keys)
+    limits = (n_keys - n_queries, left, right)
+
+    qs = allocate_tiles(q, STAGES)
+    dos = allocate_tiles(do, STAGES)
+    ks = allocate_tiles(k, 2)
+    vs = allocate_tiles(v, 2)
+    lses = allocate_tiles(lse_log2, STAGES)
+    deltas = allocate_tiles(delta, STAGES)
+    # dSᵀ of both warpgroups, twice.
+    staged = gl.allocate_shared_memory(q.dtype, [4, HALF_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], q.dtype))
+    buffers = (qs, ks, vs, dos, lses, deltas)
+    kv_full = allocate_barriers(2, 1)
+    q_full = allocate_barriers(STAGES, 1)
+    do_full = allocate_barriers(STAGES, 1)
+    # Both warpgroups let go of a query tile, add to dQ, and are done with K.
+    empty = allocate_barriers(STAGES, 2)
+    done = allocate_barriers(TURNS, 2)
+    finished = allocate_barriers(1, 2)
+    go = allocate_barriers(TURNS, 1)
+    free = allocate_barriers(TURNS, 1)
+    ready0 = allocate_barriers(2, 1)
+    ready1 = allocate_barriers(2, 1)
+    barriers = (kv_full, q_full, do_full, empty)
+    descriptors = (q, k, v, do, lse_log2, delta)
+    scales = (scale, scale_log2, score_scale)
+    consume0 = (
+        (dk, dv), buffers, staged, barriers, (ready0, ready1, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
+        scales,
+    )  # fmt: skip
+    consume1 = (
+        (dk, dv), buffers, staged, barriers, (ready1, ready0, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
+        scales,
+    )  # fmt: skip
+    produce = (descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile)
+    if ORDERED:
+        gl.warp_specialize(
+            [
+                (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+                (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+                (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
+                (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
+                (release, (done, free, turns, i_block, walk, first_tile)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+                (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+                (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -1,0 +1,140 @@
+"""Flash attention's backward on Hopper: prepare, one kernel for all three gradients, and dq from its sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.ops._host.hopper import fits_tiles, tile_descriptor
+from tilewise.ops._host.launching import Launch, row_strides, run_all
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.flash.kernels_hopper_bwd import flash_hopper_bwd_kernel
+from tilewise.ops.flash.kernels_hopper_sum import flash_hopper_bwd_finish_kernel, flash_hopper_bwd_prepare_kernel
+
+if TYPE_CHECKING:
+    from tilewise.ops.flash.launch import Inputs
+
+LOG2E = 1.4426950408889634
+# Queries of a tile, keys of a program (two warpgroups of half as many), query tiles in flight, registers a thread before they are dealt out anew.
+BLOCK_M, BLOCK_N, STAGES, REGISTERS = 64, 128, 2, 168
+# Tiles of channels: 128 bytes, or twice as many.
+WIDTHS = (64, 128)
+# Heads whose programs start side by side, so that they share what is in the L2 cache: few where their tensors are long.
+LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
+STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def width(channels: int) -> int:
+    """Channels as a tile holds them."""
+    return next(limit for limit in WIDTHS if channels <= limit)
+
+
+def readable(gradient: torch.Tensor) -> torch.Tensor:
+    """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
+    return gradient if fits_tiles(gradient) else gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _window(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "left": inputs.left or 0,
+        "right": inputs.right or 0,
+        "HAS_LEFT": inputs.left is not None,
+        "HAS_RIGHT": inputs.right is not None,
+        "enable_fp_fusion": True,
+    }
+
+
+def _statistics(x: torch.Tensor) -> TensorDescriptor:
+    """One number a query row, a tile at a time."""
+    return TensorDescriptor(x, [x.shape[0]], [1], [BLOCK_M], STATISTICS)
+
+
+def backward_launches(
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    deterministic: bool,
+) -> list[Launch]:
+    """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv, all contiguous."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    dq, dk, dv = gradients
+    block_d, block_dv = width(q.shape[-1]), width(v.shape[-1])
+    slots_q, slots_k = tile_slots(q.shape[-3], BLOCK_M, inputs.cu_q), tile_slots(k.shape[-3], BLOCK_N, inputs.cu_k)
+    tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
+    delta, lse_log2 = (torch.empty(tiles * BLOCK_M, dtype=torch.float32, device=q.device) for _ in range(2))
+    sums = torch.empty(tiles * BLOCK_M * block_d, dtype=torch.float32, device=q.device)
+    # Whose turn it is to add to each tile of sums, and how many programs have begun.
+    turns = torch.empty(tiles if deterministic else 1, dtype=torch.int32, device=q.device)
+    tickets = torch.empty(1, dtype=torch.int32, device=q.device)
+    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_D": block_d, "BLOCK_M": BLOCK_M}
+    of_queries = {"sums": sums, "n_slots": slots_q, "n_heads": q.shape[-2]}
+    of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": BLOCK_N, **_window(inputs)}
+    prepare = {
+        "o": o,
+        "do": do,
+        "lse": lse,
+        "dlse": dlse,
+        "delta": delta,
+        "lse_log2": lse_log2,
+        "turns": turns,
+        "tickets": tickets,
+        "o_strides": row_strides(o.stride()),
+        "do_strides": row_strides(do.stride()),
+        "dlse_strides": None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride(),
+        "DV": v.shape[-1],
+        "BLOCK_DV": block_dv,
+        "ORDERED": deterministic,
+        "enable_fp_fusion": True,
+    }
+    main = {
+        "q": tile_descriptor(q, BLOCK_M, block_d),
+        "k": tile_descriptor(k, BLOCK_N // 2, block_d),
+        "v": tile_descriptor(v, BLOCK_N // 2, block_dv),
+        "do": tile_descriptor(do, BLOCK_M, block_dv),
+        "dk": tile_descriptor(dk, BLOCK_N // 2, block_d),
+        "dv": tile_descriptor(dv, BLOCK_N // 2, block_dv),
+        "lse_log2": _statistics(lse_log2),
+        "delta": _statistics(delta),
+        "sums": sums,
+        "turns": turns,
+        "tickets": tickets,
+        "n_slots_k": slots_k,
+        "n_slots_q": slots_q,
+        "n_heads_k": k.shape[-2],
+        "group": inputs.group,
+        "together": TOGETHER_LONG if k.shape[-3] >= LONG_KEYS else TOGETHER_SHORT,
+        "scale": inputs.scale,
+        "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
+        "score_scale": inputs.scale / inputs.softcap if inputs.softcap else 0.0,
+        "BLOCK_DV": block_dv,
+        "STAGES": STAGES,
+        "SOFTCAP": bool(inputs.softcap),
+        "ORDERED": deterministic,
+        "PACKED": inputs.cu_q is not None,
+        "num_warps": 4,
+        "maxnreg": REGISTERS,
+    }
+    finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
+    return [
+        Launch(flash_hopper_bwd_prepare_kernel, tiles, shared | of_queries | prepare),
+        Launch(flash_hopper_bwd_kernel, slots_k * heads_k, shared | of_keys | main),
+        Launch(flash_hopper_bwd_finish_kernel, tiles, shared | of_queries | of_keys | finish),
+    ]
+
+
+def backward(
+    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, deterministic: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
+
+    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them.
+    """
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+    run_all(backward_launches(inputs, o, lse, readable(do), dlse, (dq, dk, dv), deterministic), inputs.q.device)
+    return dq, dk, dv
