@@ -33,6 +33,11 @@ class Compiled:
         """The kernel as a GPU runs it."""
         return bytes(self.kernel.asm["cubin"])
 
+    def _multiplies(self) -> bool:
+        """Whether it multiplies matrices. Gluon begins with the second of Triton's languages, where the product has the unit's name."""
+        asm = self.kernel.asm
+        return "tt.dot" in asm["ttir"] if "ttir" in asm else "warp_group_dot " in asm["ttgir"]
+
     def facts(self) -> Facts:
         """What it uses."""
         name, ptx = self.kernel.metadata.name, self.ptx
@@ -50,7 +55,7 @@ class Compiled:
             shared_memory=self.kernel.metadata.shared,
             tensor_memory=getattr(self.kernel.metadata, "tmem_size", 0) or 0,
             warps=int(threads[1]) // WARP,
-            multiplies="tt.dot" in self.kernel.asm["ttir"],
+            multiplies=self._multiplies(),
             mma="mma.sync" in ptx,
             wgmma="wgmma.mma_async" in ptx,
             wgmma_serialised="wgmma" in self.log and "serialized" in self.log,

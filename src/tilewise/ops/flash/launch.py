@@ -9,7 +9,7 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.replay import replayed
-from tilewise.ops.flash import configs
+from tilewise.ops.flash import configs, launch_hopper
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel
@@ -166,8 +166,11 @@ def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = No
     lse = torch.empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse
-    config = config or configs.choose("fwd", inputs.problem(), architecture(q.device))
-    run_all([forward_launch(inputs, o, lse, config, taps)], q.device)
+    if config is None and taps is None and launch_hopper.takes("forward", inputs):
+        launched = launch_hopper.forward_launch(inputs, o, lse)
+    else:
+        launched = forward_launch(inputs, o, lse, config or configs.choose("fwd", inputs.problem(), architecture(q.device)), taps)
+    run_all([launched], q.device)
     return o, lse
 
 

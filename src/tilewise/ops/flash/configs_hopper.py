@@ -1,0 +1,95 @@
+"""Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
+
+Chosen by compiling for sm_90 with the assembler of Triton 3.6: no spills, and shared memory that a block may have.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+from tilewise.ops.flash.configs import TINY_KEYS, Problem
+
+Direction = Literal["forward", "backward"]
+
+ARCHITECTURE = 90
+# Channels as tiles hold them: the tensor memory accelerator fills up with zeros.
+WIDTHS = (64, 128, 256)
+# Below the first, portable kernels have as much to do and less to set up; a backward of more than the second does not fit the registers.
+NARROWEST = 33
+WIDEST: dict[Direction, int] = {"forward": 256, "backward": 128}
+
+# Queries of an item of the forward: 64 for each of two warpgroups.
+BLOCK_M = 128
+# Keys and values that stay in the L2 cache (50 MB on an H100 and an H200) beside what else goes through it.
+CACHED_BYTES = 32 << 20
+
+
+class Forward(NamedTuple):
+    """Keys a tile; tiles of K, and of V, in shared memory; whether O takes Q's place there; registers of a thread that computes, of one that fetches.
+
+    Three warpgroups share 65,536 registers: 512 for three threads, one of each, handed out in eights.
+    """
+
+    block_n: int
+    stages: int
+    o_in_q: bool = False
+    registers: int = 240
+    registers_fetch: int = 24
+
+
+# (channels of q and k, of v), padded.
+FORWARD: dict[tuple[int, int], Forward] = {
+    (64, 64): Forward(128, 4),
+    (64, 128): Forward(128, 3),
+    (64, 256): Forward(64, 3),
+    (128, 64): Forward(128, 3),
+    (128, 128): Forward(128, 2),
+    (128, 256): Forward(64, 2),
+    (256, 64): Forward(64, 3),
+    (256, 128): Forward(64, 2),
+    (256, 256): Forward(64, 2, o_in_q=True),
+}
+# With softcap, whose tanh takes registers: smaller tiles in place of those.
+FORWARD_CAPPED: dict[tuple[int, int], Forward] = {(64, 64): Forward(64, 4), (128, 128): Forward(64, 4)}
+
+
+def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
+    """Whether the Hopper kernels take a problem; `problem.descriptors` says whether tile descriptors can read all of its tensors."""
+    widths = problem.channels, problem.value_channels
+    return (
+        architecture == ARCHITECTURE
+        and problem.element_size == 2
+        and problem.descriptors
+        and problem.keys > TINY_KEYS
+        and NARROWEST <= max(widths) <= WIDEST[direction]
+        and all(width % 8 == 0 for width in widths)
+    )
+
+
+def padded(channels: int) -> int:
+    """Channels as a tile holds them."""
+    return next(width for width in WIDTHS if channels <= width)
+
+
+@functools.cache
+def choose_forward(channels: int, value_channels: int, capped: bool) -> Forward:
+    """The forward's tiles."""
+    widths = padded(channels), padded(value_channels)
+    return FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
+
+
+def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
+    """Shared memory that the tiles take, in bytes; barriers take some hundred more."""
+    width, value_width = padded(channels), padded(value_channels)
+    rows = BLOCK_M * (width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
+    return 2 * rows
+
+
+def heads_together(heads: int, group: int, bytes_a_key_head: int, limited: bool) -> int:
+    """How many of `heads` (of all batch entries) are walked side by side, tile by tile, in groups of `group` for each key head.
+
+    Where keys to the right are masked (`limited`), items differ in length: heads side by side let the longest items of several heads come first, so
+    that short ones fill the gaps at the end; as many as keep K and V in the L2 cache. Else one head after the other, for the same reason.
+    """
+    if not limited:
+        return 1
+    return max(1, min(heads, group * max(1, CACHED_BYTES // max(1, bytes_a_key_head))))

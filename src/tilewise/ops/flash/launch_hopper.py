@@ -1,0 +1,90 @@
+"""The forward's launch on Hopper, and which calls go this way."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.ops._host import backend, launching
+from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops.flash import configs_hopper
+from tilewise.ops.flash.configs import Problem
+from tilewise.ops.flash.configs_hopper import BLOCK_M, Direction
+from tilewise.ops.flash.kernels_hopper_fwd import ROWS, flash_fwd_hopper_kernel
+
+if TYPE_CHECKING:
+    from tilewise.ops.flash.launch import Inputs
+
+# Registers of a thread at the start, when the warps of three warpgroups have the same: 12 · 32 · 168 = 64,512.
+MAXNREG = 168
+
+
+def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
+    """Whether the Hopper kernels run this call, which also reads `gradients`. Gluon has no interpreter: a CPU's tensors are for the others."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or launching.observed()):
+        return False
+    architecture = backend.architecture(q.device)
+    if architecture != configs_hopper.ARCHITECTURE:
+        return False
+    readable = all(fits_tiles(x) for x in (q, k, v, *gradients))
+    problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), readable)
+    return configs_hopper.serves(direction, problem, architecture)
+
+
+def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
+    """In which order items are taken, and by whom: as programs get free where they differ in length, else each program every n-th."""
+    k, v, q = inputs.k, inputs.v, inputs.q
+    limited = inputs.right is not None
+    bytes_a_key_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    tickets = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
+    return {
+        "together": configs_hopper.heads_together(inputs.heads, inputs.group, bytes_a_key_head, limited),
+        "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if tickets else None,
+    }
+
+
+def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> Launch:
+    """The forward kernel's launch."""
+    q, k, v, scale, softcap = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.softcap
+    config = configs_hopper.choose_forward(q.shape[-1], v.shape[-1], bool(softcap))
+    width, value_width = configs_hopper.padded(q.shape[-1]), configs_hopper.padded(v.shape[-1])
+    n_tiles = tile_slots(q.shape[-3], BLOCK_M, inputs.cu_q)
+    n_items = n_tiles * inputs.heads
+    arguments = _order(inputs, n_items) | {
+        "q": tile_descriptor(q, ROWS.value, width),
+        "k": tile_descriptor(k, config.block_n, width),
+        "v": tile_descriptor(v, config.block_n, value_width),
+        "o": tile_descriptor(o, ROWS.value, value_width),
+        "lse": lse,
+        "cu_q": inputs.cu_q,
+        "cu_k": inputs.cu_k,
+        "n_batch": batch_size(q, inputs.cu_q),
+        "n_tiles": n_tiles,
+        "n_heads": q.shape[-2],
+        "n_all_heads": inputs.heads,
+        "group": inputs.group,
+        "n_queries": q.shape[-3],
+        "n_keys": k.shape[-3],
+        # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into the scores.
+        "scale_log2": (softcap or abs(scale) or 1.0) * math.log2(math.e),
+        "score_scale": scale / softcap if softcap else None,
+        "left": inputs.left,
+        "right": inputs.right,
+        "BLOCK_D": width,
+        "BLOCK_DV": value_width,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "O_IN_Q": config.o_in_q,
+        "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
+        "REGISTERS": config.registers,
+        "REGISTERS_FETCH": config.registers_fetch,
+        "num_warps": 4,
+        "maxnreg": MAXNREG,
+        "enable_fp_fusion": True,
+    }
+    return Launch(flash_fwd_hopper_kernel, min(n_items, processors(q.device)), arguments)
