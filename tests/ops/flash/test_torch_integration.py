@@ -23,7 +23,7 @@ def place(request, device):
 def operator_arguments(backend, device, packed):
     q, k, v = leaves(device, packed=packed)
     offsets = torch.tensor([0, 7, 7, 20], device=device) if packed else None
-    return (q, k, v, offsets, offsets, None, None, True, -1, -1, 0.25, 0.0, backend)
+    return (q, k, v, offsets, offsets, None, None, True, -1, -1, 0.25, 0.0, True, backend)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

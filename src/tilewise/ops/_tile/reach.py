@@ -1,7 +1,7 @@
 """Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a backward visits them.
 
-A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know, from the same rule, which blocks
-add to it and which of them is the first. Limits that do not exist are left out by HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
+A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know, from the same rule, which
+blocks add to it and which of them is the first. Limits that do not exist are left out by HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
 """
 
 import triton

@@ -69,7 +69,8 @@ def flash_attention(
         )
     else:
         longest = max_seqlen_q, max_seqlen_k
-        o, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, left, right, float(scale), float(softcap), backend)
+        options = causal, left, right, float(scale), float(softcap), deterministic, backend
+        o, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, *options)
     return (o, lse) if return_lse else o
 
 
@@ -134,6 +135,7 @@ def _run_forward(
     right: int,
     scale: float,
     softcap: float,
+    deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
@@ -157,13 +159,15 @@ def _run_backward(
     right: int,
     scale: float,
     softcap: float,
+    deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     if backend == "cpu":
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    return launch.replayed_backward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap), o, lse, do, dlse)
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap)
+    return launch.replayed_backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +194,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     return (*flash_backward(do, dlse, q, k, v, o, lse, cu_q, cu_k, *ctx.options), *(None,) * (4 + len(ctx.options)))
 
 
-_OPTIONS = "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, str backend"
+_OPTIONS = "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
 flash_backward = register(
     f"flash_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? cu_q, Tensor? cu_k, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",

@@ -210,7 +210,7 @@ def consume(
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def flash_hopper_bwd_kernel(
+def flash_bwd_hopper_kernel(
     q, k, v, do, dk, dv, lse_log2, delta, sums, turns, tickets, cu_q, cu_k, n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys,
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,

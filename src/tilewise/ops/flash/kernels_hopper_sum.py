@@ -15,7 +15,7 @@ SIZES = ("n_batch", "n_slots", "n_heads", "n_queries", "n_keys", "left", "right"
 
 
 @triton.jit(do_not_specialize=SIZES)
-def flash_hopper_bwd_prepare_kernel(
+def flash_bwd_hopper_prepare_kernel(
     o, do, lse, dlse, delta, lse_log2, sums, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, n_queries,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def flash_hopper_bwd_prepare_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def flash_hopper_bwd_finish_kernel(
+def flash_bwd_hopper_finish_kernel(
     sums, dq, dq_strides, cu_q, cu_k, n_batch, n_slots, n_heads, n_queries, n_keys, left, right, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip

@@ -9,7 +9,7 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.replay import replayed
-from tilewise.ops.flash import configs, launch_hopper
+from tilewise.ops.flash import configs, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel
@@ -278,13 +278,19 @@ def backward(
     config_dkdv: Config | None = None,
     config_dq: Config | None = None,
     taps: tuple[Taps | None, Taps | None] = (None, None),
+    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
+    """dq, dk and dv in the inputs' dtype and contiguous, from the output, its LSE and their gradients.
+
+    Where not deterministic, sums may be made in any order; only Hopper's own kernels gain by it.
+    """
     if do.stride(-1) != 1:
         do = do.contiguous()
     q, k, v = inputs.q, inputs.k, inputs.v
     if not inputs.heads:
         return _empty(q), _empty(k), _empty(v)
+    if config_dkdv is None and config_dq is None and not any(taps) and launch_hopper.takes("backward", inputs):
+        return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, deterministic)
     problem = inputs.problem(do)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)
     config_dq = config_dq or configs.choose("dq", problem, architecture(q.device))

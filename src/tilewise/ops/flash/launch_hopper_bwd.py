@@ -11,8 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.ops._host.hopper import fits_tiles, tile_descriptor
 from tilewise.ops._host.launching import Launch, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops.flash.kernels_hopper_bwd import flash_hopper_bwd_kernel
-from tilewise.ops.flash.kernels_hopper_sum import flash_hopper_bwd_finish_kernel, flash_hopper_bwd_prepare_kernel
+from tilewise.ops.flash.configs_hopper import padded
+from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
+from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
@@ -20,16 +21,9 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 # Queries of a tile, keys of a program (two warpgroups of half as many), query tiles in flight, registers a thread before they are dealt out anew.
 BLOCK_M, BLOCK_N, STAGES, REGISTERS = 64, 128, 2, 168
-# Tiles of channels: 128 bytes, or twice as many.
-WIDTHS = (64, 128)
 # Heads whose programs start side by side, so that they share what is in the L2 cache: few where their tensors are long.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-def width(channels: int) -> int:
-    """Channels as a tile holds them."""
-    return next(limit for limit in WIDTHS if channels <= limit)
 
 
 def readable(gradient: torch.Tensor) -> torch.Tensor:
@@ -64,7 +58,7 @@ def backward_launches(
     """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv, all contiguous."""
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
-    block_d, block_dv = width(q.shape[-1]), width(v.shape[-1])
+    block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], BLOCK_M, inputs.cu_q), tile_slots(k.shape[-3], BLOCK_N, inputs.cu_k)
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * BLOCK_M, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -122,9 +116,9 @@ def backward_launches(
     }
     finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
     return [
-        Launch(flash_hopper_bwd_prepare_kernel, tiles, shared | of_queries | prepare),
-        Launch(flash_hopper_bwd_kernel, slots_k * heads_k, shared | of_keys | main),
-        Launch(flash_hopper_bwd_finish_kernel, tiles, shared | of_queries | of_keys | finish),
+        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
+        Launch(flash_bwd_hopper_kernel, slots_k * heads_k, shared | of_keys | main),
+        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_keys | finish),
     ]
 
 

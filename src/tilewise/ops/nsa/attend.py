@@ -74,7 +74,7 @@ def native_sparse_attend(
         o, lse, _ = attend_forward(q, k, v, indices, mask, factor, include_block_causal, block_size, scale, backend)
         o = o.transpose(1, 2)
         if return_sliding_window_out:
-            o_win, lse_win = flash_forward(q, k, v, None, None, None, None, True, block_size, 0, scale, 0.0, backend)
+            o_win, lse_win = flash_forward(q, k, v, None, None, None, None, True, block_size, 0, scale, 0.0, True, backend)
             near = o_win.transpose(1, 2), lse_win
     if near is None:
         return (o, lse) if return_lse else o

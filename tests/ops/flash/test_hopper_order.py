@@ -1,0 +1,153 @@
+"""The order of work of Hopper's backward: which blocks of keys add to which query tile, who comes first, and that nobody waits forever."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.ops._tile.reach import first_block, head_and_slot, key_blocks, query_tiles, step_tile, whole_tiles
+
+BLOCK_M, BLOCK_N = 64, 128
+MOST = 16
+
+pytestmark = pytest.mark.gpu
+
+
+@triton.jit
+def reach_kernel(
+    out, n_queries, n_keys, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    o = tl.arange(0, MOST)
+    none = tl.zeros([MOST], tl.int32)
+    low, high = query_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    whole_low, whole_high = whole_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    first, end = key_blocks(o * BLOCK_M, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    again = first_block(o * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, BLOCK_N)
+    tl.store(out + o, none + low)
+    tl.store(out + MOST + o, none + high)
+    tl.store(out + 2 * MOST + o, none + whole_low)
+    tl.store(out + 3 * MOST + o, none + whole_high)
+    tl.store(out + 4 * MOST + o, none + first)
+    tl.store(out + 5 * MOST + o, none + end)
+    tl.store(out + 6 * MOST + o, none + again)
+
+
+def reach(device, n_queries, n_keys, left, right):
+    """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and end."""
+    out = torch.zeros(7, MOST, dtype=torch.int32, device=device)
+    reach_kernel[(1,)](out, n_queries, n_keys, left or 0, right or 0, left is not None, right is not None, BLOCK_M, BLOCK_N, MOST)
+    *rows, again = out.tolist()
+    assert again == rows[4]
+    return rows
+
+
+def meets(n_queries, n_keys, left, right):
+    """Whether tile m meets block n, and needs no mask there: from the definition, of all rows and keys that a tile and a block have room for."""
+    off = n_keys - n_queries
+    tiles, blocks = -(-n_queries // BLOCK_M), -(-n_keys // BLOCK_N)
+    i = torch.arange(tiles * BLOCK_M)[:, None]
+    j = torch.arange(blocks * BLOCK_N)[None, :]
+    keep = torch.ones(len(i), j.shape[1], dtype=torch.bool)
+    if left is not None:
+        keep &= j >= i + off - left
+    if right is not None:
+        keep &= j <= i + off + right
+    by_tile = keep.view(tiles, BLOCK_M, blocks, BLOCK_N)
+    inside = (keep & (j < n_keys)).view(tiles, BLOCK_M, blocks, BLOCK_N)
+    return by_tile.any(1).any(-1), inside.all(1).all(-1)
+
+
+SIZES = (1, 63, 64, 65, 128, 129, 300, 512, 700)
+LIMITS = (None, 0, 1, 63, 64, 130, 700)
+PROBLEMS = list(itertools.product(SIZES, SIZES, LIMITS, LIMITS))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_tiles_and_blocks_find_each_other(part, device):
+    """Both sides say the same, and what the mask says; all of it on a GPU, a sample where kernels are interpreted."""
+    problems = PROBLEMS[part::4] if device.type == "cuda" else random.Random(part).sample(PROBLEMS, 60)
+    for problem in problems:
+        low, high, whole_low, whole_high, first, end = reach(device, *problem)
+        met, whole = meets(*problem)
+        for m, n in itertools.product(range(met.shape[0]), range(met.shape[1])):
+            assert (low[n] <= m < high[n]) == (first[m] <= n < end[m]) == met[m, n], (problem, m, n)
+            if met[m, n]:
+                assert (whole_low[n] <= m < whole_high[n]) == whole[m, n], (problem, m, n)
+        for n in range(met.shape[1], MOST):
+            assert low[n] >= high[n], (problem, n)
+
+
+@triton.jit
+def places_kernel(out, n_slots, n_heads, together):
+    place = tl.program_id(0)
+    i_head, i_slot = head_and_slot(place, n_slots, n_heads, together)
+    tl.store(out + place * 2, i_head)
+    tl.store(out + place * 2 + 1, i_slot)
+
+
+@pytest.mark.parametrize(("n_slots", "n_heads", "together"), [(1, 1, 4), (5, 3, 4), (5, 4, 4), (3, 11, 4), (4, 6, 1)])
+def test_every_head_and_slot_has_one_place(n_slots, n_heads, together, device):
+    out = torch.full((n_slots * n_heads, 2), -1, dtype=torch.int32, device=device)
+    places_kernel[(n_slots * n_heads,)](out, n_slots, n_heads, together)
+    found = [tuple(row) for row in out.tolist()]
+    assert sorted(found) == list(itertools.product(range(n_heads), range(n_slots)))
+    for head in range(n_heads):
+        assert [slot for i_head, slot in found if i_head == head] == list(range(n_slots))
+
+
+@triton.jit
+def steps_kernel(out, last, group):
+    i_step = tl.program_id(0)
+    i_tile, i_g = step_tile(i_step, last, group)
+    tl.store(out + i_step * 2, i_tile)
+    tl.store(out + i_step * 2 + 1, i_g)
+
+
+def test_steps_go_from_the_last_tile_to_the_first_and_over_the_heads_inside(device):
+    out = torch.zeros(9, 2, dtype=torch.int32, device=device)
+    steps_kernel[(9,)](out, 6, 3)
+    assert out.tolist() == [[m, g] for m in (6, 5, 4) for g in range(3)]
+
+
+class Program:
+    """One program of a key head's block: its steps, and how many it has made."""
+
+    def __init__(self, block, low, high, group):
+        self.block = block
+        self.steps = [(m, g) for m in range(high - 1, low - 1, -1) for g in range(group)]
+        self.done = 0
+
+
+@pytest.mark.parametrize(
+    "problem", [(700, 700, None, None), (700, 700, None, 0), (700, 700, 130, 0), (300, 700, 64, 64), (700, 300, None, 0)], ids=str
+)
+@pytest.mark.parametrize("processors", [1, 2, 5])
+def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, device):
+    """Programs start in the order of their tickets as others end, and go on at random: every tile gets its blocks from the first to the last."""
+    low, high, _, _, first, end = reach(device, *problem)
+    group, blocks = 2, -(-problem[1] // BLOCK_N)
+    rng = random.Random(processors)
+    waiting = [Program(n, low[n], high[n], group) for n in range(blocks)]
+    running: list[Program] = []
+    turns: dict[tuple[int, int], int] = {}
+    added: dict[tuple[int, int], list[int]] = {}
+    while waiting or running:
+        while waiting and len(running) < processors:
+            running.append(waiting.pop(0))
+        ready = [p for p in running if p.done == len(p.steps) or p.block == first[p.steps[p.done][0]] or turns.get(p.steps[p.done], 0) >= p.block]
+        assert ready, "all that run wait"
+        program = rng.choice(ready)
+        if program.done == len(program.steps):
+            running.remove(program)
+            continue
+        step = program.steps[program.done]
+        added.setdefault(step, []).append(program.block)
+        turns[step] = program.block + 1
+        program.done += 1
+    tiles = -(-problem[0] // BLOCK_M)
+    expected = {(m, g): list(range(first[m], end[m])) for m in range(tiles) for g in range(group) if first[m] < end[m]}
+    assert added == expected
