@@ -14,7 +14,6 @@ import numpy as np
 import triton.language
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.inspect.audit_memory import Table, VirtualMemory
 from tilewise.interpreter import quiet, repair
@@ -32,11 +31,17 @@ def limits(launch: Launch) -> list[str]:
     """What a launch asks for and no GPU gives."""
     wrong = [f"a grid of {launch.grid:,} programs: no GPU launches more than {MOST_PROGRAMS:,}"] if launch.grid > MOST_PROGRAMS else []
     for name, value in launch.arguments.items():
-        if isinstance(value, TensorDescriptor):
+        if hasattr(value, "block_shape"):
+            # A tensor descriptor, Triton's or Gluon's.
             stride = max(value.strides) * value.base.element_size()
             if stride >= MOST_DESCRIPTOR_STRIDE:
                 wrong.append(f"a descriptor of {name} with a stride of {stride:,} bytes: it must be below {MOST_DESCRIPTOR_STRIDE:,}")
     return wrong
+
+
+def can_interpret(launch: Launch) -> bool:
+    """Whether there is an interpreter for the kernel: for Gluon's there is none."""
+    return hasattr(launch.kernel, "rewrite")
 
 
 def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:

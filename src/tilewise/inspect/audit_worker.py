@@ -16,12 +16,12 @@ backend._INTERPRETING = False
 def audit_part(part: str) -> Iterator[dict[str, object]]:
     """One entry a launch: kernel, sizes in words, programs and what is wrong."""
     from tilewise.inspect.audit_cases import cases
-    from tilewise.inspect.audit_run import faults, limits
+    from tilewise.inspect.audit_run import can_interpret, faults, limits
     from tilewise.inspect.audit_tables import tables
 
     for case in cases(part):
         for launch in case.launches():
-            wrong = [*limits(launch), *faults(launch, tables(launch.arguments))]
+            wrong = [*limits(launch), *(faults(launch, tables(launch.arguments)) if can_interpret(launch) else [])]
             yield {"kernel": launch.kernel.__name__, "sizes": case.sizes, "programs": launch.grid, "wrong": wrong}
 
 

@@ -6,7 +6,8 @@ import torch
 
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.inspect.operators import Operator
-from tilewise.ops.flash import configs, launch
+from tilewise.ops._host.backend import as_if_on
+from tilewise.ops.flash import configs, launch, launch_hopper
 from tilewise.ops.flash.configs import Config
 from tilewise.sanity.flash import Entry
 
@@ -21,20 +22,44 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str) -> list[Labelled]:
-    """Forward and backward of one of VARIANTS, with the tiles that configs choose."""
+    """Forward and backward of one of VARIANTS by the portable kernels, with the tiles that configs choose."""
+    inputs = _inputs(dtype, channels, channels, variant)
+    # Strided: for groups of 4 heads, with a program each in dK/dV.
+    parts = inputs.group if inputs.key_stride else 1
+    fwd = configs.choose("fwd", inputs.problem(), architecture)
+    dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(parts=parts)
+    return both(architecture, f"D {channels} {variant}", inputs, fwd=fwd, dkdv=dkdv)
+
+
+def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, variant: str) -> list[Labelled]:
+    """The same by the kernels for Hopper: the backward in a fixed order and freely; those that do not serve the problem are left out."""
+    inputs = _inputs(dtype, channels, values, variant)
+    o, lse = _results(inputs)
+    label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
+    found: list[Labelled] = []
+    with as_if_on(architecture):
+        if launch_hopper.takes("forward", inputs):
+            found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
+        if launch_hopper.takes("backward", inputs):
+            orders = (True, False)
+            found += captured(
+                architecture, label, "backward", lambda: [launch.backward(inputs, o, lse, o, None, deterministic=order) for order in orders]
+            )
+    return found
+
+
+def _inputs(dtype: torch.dtype, channels: int, values: int, variant: str) -> launch.Inputs:
+    """One of VARIANTS."""
     options = dict(VARIANTS[variant])
     packed, strided = options.pop("packed", False), options.pop("strided", False)
-    # Strided: a key every 16 queries, as compressed attention has them, for groups of 4 heads with a program each in dK/dV.
-    keys, heads_k, parts = (TOKENS // 4, 2, 4) if strided else (TOKENS, HEADS, 1)
+    # Strided: a key every 16 queries, as compressed attention has them, for groups of 4 heads.
+    keys, heads_k = (TOKENS // 4, 2) if strided else (TOKENS, HEADS)
     q = _rows(packed, TOKENS, HEADS, channels, dtype)
-    k, v = (_rows(packed, keys, heads_k, channels, dtype) for _ in range(2))
+    k, v = (_rows(packed, keys, heads_k, width, dtype) for width in (channels, values))
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
     defaults = {"causal": False, "left": -1, "right": -1, "scale": channels**-0.5, "softcap": 0.0}
     inputs = launch.make_inputs(q, k, v, offsets, offsets, **defaults | options)
-    if strided:
-        inputs = inputs._replace(right=-31, key_stride=16)
-    dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(parts=parts)
-    return both(architecture, f"D {channels} {variant}", inputs, dkdv=dkdv)
+    return inputs._replace(right=-31, key_stride=16) if strided else inputs
 
 
 def _rows(packed: bool, tokens: int, heads: int, channels: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,11 +71,18 @@ def both(
     architecture: int, label: str, inputs: launch.Inputs, fwd: Config | None = None, dkdv: Config | None = None, dq: Config | None = None
 ) -> list[Labelled]:
     """Forward and backward, with the given tiles or those that configs choose."""
-    o, lse = torch.empty_like(inputs.q), torch.empty((*inputs.q.shape[:-3], *inputs.q.shape[-2:-4:-1]), dtype=torch.float32, device="meta")
+    o, lse = _results(inputs)
     return [
         *captured(architecture, label, "forward", lambda: launch.forward(inputs, fwd)),
         *captured(architecture, label, "backward", lambda: launch.backward(inputs, o, lse, o, None, dkdv, dq)),
     ]
+
+
+def _results(inputs: launch.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the output and its LSE."""
+    shape = inputs.q.shape
+    o = torch.empty(*shape[:-1], inputs.v.shape[-1], dtype=inputs.q.dtype, device="meta")
+    return o, torch.empty((*shape[:-3], *shape[-2:-4:-1]), dtype=torch.float32, device="meta")
 
 
 def with_tiles(entry: Entry, architecture: int, label: str, inputs: launch.Inputs) -> list[Labelled]:
@@ -60,8 +92,13 @@ def with_tiles(entry: Entry, architecture: int, label: str, inputs: launch.Input
 
 
 def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
-    """The usual problems."""
-    return [*launches(architecture, dtype, 64, "causal"), *launches(architecture, dtype, 128, "causal")]
+    """The usual problems, on Hopper by either kernels."""
+    return [
+        *launches(architecture, dtype, 64, "causal"),
+        *launches(architecture, dtype, 128, "causal"),
+        *hopper(architecture, dtype, 64, 64, "causal"),
+        *hopper(architecture, dtype, 128, 128, "causal"),
+    ]
 
 
 def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:

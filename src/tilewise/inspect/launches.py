@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._host.launching import Launch, capture
 
@@ -53,7 +52,8 @@ def _trait(value: Any) -> Any:
     """What of an argument that is no constant Triton compiles a kernel for."""
     if isinstance(value, torch.Tensor):
         return value.dtype
-    if isinstance(value, TensorDescriptor):
+    if hasattr(value, "block_shape"):
+        # A tensor descriptor, Triton's or Gluon's.
         return value.base.dtype, *value.block_shape
     if isinstance(value, tuple):
         return tuple(map(_trait, value))

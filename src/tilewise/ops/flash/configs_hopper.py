@@ -49,7 +49,7 @@ FORWARD: dict[tuple[int, int], Forward] = {
     (256, 256): Forward(64, 2, o_in_q=True),
 }
 # With softcap, whose tanh takes registers: smaller tiles in place of those.
-FORWARD_CAPPED: dict[tuple[int, int], Forward] = {(64, 64): Forward(64, 4), (128, 128): Forward(64, 4)}
+FORWARD_CAPPED: dict[tuple[int, int], Forward] = {widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))}
 
 
 def serves(direction: Direction, problem: Problem, architecture: int) -> bool:

@@ -180,7 +180,8 @@ def write_rows(o_desc, o_tile, lse, acc, m, l, item, row, n_heads, n_all_queries
     if not O_IN_Q:
         # The copy of the last item's rows may still read the buffer.
         tma.store_wait(0)
-        thread_barrier()
+    # Whoever waited for that, or for the last product with Q, is one warp of four.
+    thread_barrier()
     as_matrix(o_tile, ROWS, DV).store(b_o.to(o_desc.dtype))
     fence_async_shared()
     thread_barrier()
