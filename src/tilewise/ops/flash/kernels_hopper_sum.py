@@ -59,5 +59,6 @@ def flash_bwd_hopper_finish_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     # [D / 8, M, 8] as the backward kernel has it
     o_sum = pid.to(tl.int64) * (BLOCK_M * BLOCK_D) + (o_d // 8 * (8 * BLOCK_M) + o_m * 8 + o_d % 8)
-    b_dq = tl.load(sums + o_sum, mask=(first < end) & (i_m + o_m < Tq) & (o_d < D), other=0.0)
+    n_summed = tl.where(first < end, Tq, 0)
+    b_dq = tl.load(sums + o_sum, mask=(i_m + o_m < n_summed) & (o_d < D), other=0.0)
     store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, D, BLOCK_M, BLOCK_D)

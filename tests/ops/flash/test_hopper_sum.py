@@ -1,0 +1,127 @@
+"""What surrounds Hopper's backward kernel, with torch in its place: rows prepared for it, its scales, and dq from the sums that it leaves."""
+
+import pytest
+import torch
+
+from tilewise import flash_attention
+from tilewise.ops._host.launching import run_all
+from tilewise.ops.flash import launch, launch_hopper_bwd
+from tilewise.ops.flash.launch_hopper_bwd import BLOCK_M, BLOCK_N
+
+pytestmark = pytest.mark.gpu
+
+
+def private(tile, width):
+    """[M, D] as the kernel leaves it in memory: [D / 8, M, 8], 0 past D."""
+    whole = torch.zeros(BLOCK_M, width)
+    whole[: tile.shape[0], : tile.shape[1]] = tile
+    return whole.view(BLOCK_M, -1, 8).transpose(0, 1).reshape(-1)
+
+
+def sequences(inputs):
+    """(q, k, v, do) rows of each sequence: batch entry, queries, keys."""
+    if inputs.cu_q is None:
+        return [(b, slice(None), slice(None)) for b in range(inputs.q.shape[0])]
+    cu_q, cu_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+    return [(None, slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in range(len(cu_q) - 1)]
+
+
+def main_in_torch(inputs, do, arguments):
+    """What the kernel computes, from its own arguments, in fp32; tiles that no key meets are left as they are."""
+    width = arguments["BLOCK_D"]
+    slots = arguments["n_slots_q"]
+    lse, delta = (arguments[name].base.view(-1, slots, BLOCK_M) for name in ("lse_log2", "delta"))
+    sums = arguments["sums"].view(-1, slots, BLOCK_M * width)
+    dk, dv = arguments["dk"].base, arguments["dv"].base
+    for b, queries, keys in sequences(inputs):
+        q, g = (x[queries] if b is None else x[b] for x in (inputs.q, do))
+        k, v = (x[keys] if b is None else x[b] for x in (inputs.k, inputs.v))
+        place_k = (keys,) if b is None else (b,)
+        first = queries.start // BLOCK_M + sequences(inputs).index((b, queries, keys)) if b is None else 0
+        heads = q.shape[1]
+        off = len(k) - len(q)
+        i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
+        keep = torch.ones(len(q), len(k), dtype=torch.bool)
+        if arguments["HAS_LEFT"]:
+            keep &= j >= i + off - arguments["left"]
+        if arguments["HAS_RIGHT"]:
+            keep &= j <= i + off + arguments["right"]
+        sum_dk, sum_dv = torch.zeros(k.shape), torch.zeros(v.shape)
+        for h in range(heads):
+            hk, row = h // arguments["group"], (b or 0) * heads + h
+            tiles = -(-len(q) // BLOCK_M)
+            rows = [x[row, first : first + tiles].reshape(-1)[: len(q), None] for x in (lse, delta)]
+            s = q[:, h].float() @ k[:, hk].float().T
+            if arguments["SOFTCAP"]:
+                s = (s * arguments["score_scale"]).tanh()
+            p = torch.where(keep, torch.exp2(s * arguments["scale_log2"] - rows[0]), 0.0)
+            ds = p * (g[:, h].float() @ v[:, hk].float().T - rows[1])
+            if arguments["SOFTCAP"]:
+                ds = ds * (1 - s * s)
+            sum_dv[:, hk] += p.T @ g[:, h].float()
+            sum_dk[:, hk] += ds.T @ q[:, h].float()
+            dq = ds @ k[:, hk].float()
+            for m in range(tiles):
+                of_tile = slice(m * BLOCK_M, (m + 1) * BLOCK_M)
+                if keep[of_tile].any():
+                    sums[row, first + m] = private(dq[of_tile], width)
+        dk[place_k] = (sum_dk * arguments["scale"]).to(dk.dtype)
+        dv[place_k] = sum_dv.to(dv.dtype)
+
+
+USUAL = {"tokens": 0, "keys": 0, "channels": 64, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False}
+CASES = {
+    "dense causal, fewer keys": {"tokens": 150, "keys": 70, "causal": True},
+    "window of groups, narrow": {"tokens": 130, "keys": 200, "heads_k": 1, "left": 20, "right": 10, "channels": 40},
+    "packed with empty ones": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "causal": True, "channels": 72},
+    "softcap, negative scale": {"tokens": 70, "keys": 80, "softcap": 5.0, "scale": -0.3},
+}
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "free"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
+def test_prepare_and_finish(name, ordered):
+    case = {"tokens": 0, "keys": 0, "channels": 64, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False} | CASES[
+        name
+    ]
+    generator = torch.Generator().manual_seed(0)
+    lengths, lengths_k = case.get("lengths"), case.get("lengths_k")
+
+    def draw(tokens, packed_tokens, heads, channels):
+        shape = (sum(packed_tokens),) if packed_tokens else (2, tokens)
+        return torch.randn(*shape, heads, channels, generator=generator).to(torch.bfloat16)
+
+    q = draw(case["tokens"], lengths, 2, case["channels"])
+    k, v = (draw(case["keys"], lengths_k, case["heads_k"], channels) for channels in (case["channels"], 64))
+    do = draw(case["tokens"], lengths, 2, 64)
+    cu_q, cu_k = (None if x is None else torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, lengths_k))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o, lse = flash_attention(
+        *leaves,
+        causal=case["causal"],
+        window_size=(case["left"], case["right"]),
+        scale=case["scale"],
+        softcap=case["softcap"],
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        return_lse=True,
+        backend="reference",
+    )
+    dlse = torch.randn(lse.shape, generator=generator)
+    expected = torch.autograd.grad([o, lse], leaves, [do.double(), torch.where(lse.isfinite(), dlse, 0.0).double()])
+
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"])
+    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    prepare, main, finish = launch_hopper_bwd.backward_launches(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, gradients, ordered)
+    assert main.grid == launch_hopper_bwd.tile_slots(k.shape[-3], BLOCK_N, cu_k) * k.shape[-2] * (1 if cu_q is not None else 2)
+    run_all([prepare], q.device)
+    if ordered:
+        assert not main.arguments["turns"].any()
+        assert not main.arguments["tickets"].any()
+    else:
+        assert not main.arguments["sums"].any()
+    main_in_torch(inputs, do, main.arguments)
+    run_all([finish], q.device)
+    for actual, truth in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
