@@ -16,6 +16,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "plain": {},
     "packed": {"causal": True, "packed": True},
+    "windowed": {"left": 100, "right": 20, "packed": True},
     "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True},
     "compressed-packed": {"strided": True, "packed": True},
 }

@@ -1,0 +1,48 @@
+"""Hopper's forward compiled for sm_90 where there is no GPU: it fits, does not spill, and its wgmma run side by side.
+
+Spills are judged with the assembler of the Triton that runs the tests: Triton 3.6's is what the tiles were chosen with.
+"""
+
+from pathlib import Path
+
+import pytest
+from compiling import compiled
+
+SCRIPT = Path(__file__).with_name("compile_hopper_fwd.py")
+WIDTHS = (64, 128, 256)
+
+
+def check(dtype: str, channels: int, values: int, *variants: str, most_spilled: int = 0) -> None:
+    kernels = compiled(SCRIPT, dtype, *(word for variant in variants for word in (channels, values, variant)))
+    assert len(kernels) == len(variants)
+    for kernel in kernels:
+        assert kernel["kernel"] == "flash_fwd_hopper_kernel"
+        assert kernel["warps"] == 12
+        assert kernel["registers"] == 168
+        assert kernel["wgmma"]
+        assert not kernel["wgmma_serialised"], kernel
+        assert kernel["tma"]
+        assert kernel["spill_stores"] + kernel["spill_loads"] <= most_spilled, kernel
+
+
+def test_the_usual_problem():
+    check("bfloat16", 128, 128, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [64, 128])
+def test_every_variant(channels):
+    check("bfloat16", channels, channels, "causal", "plain", "packed", "windowed", "all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", WIDTHS)
+@pytest.mark.parametrize("channels", WIDTHS)
+def test_every_pair_of_widths(channels, values):
+    check("float16", channels, values, "plain", "packed", most_spilled=100 if channels == values == 256 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "values"), [(64, 128), (128, 64), (192, 128), (128, 256), (256, 256)])
+def test_softcap_of_the_widest_tiles_spills_a_little(channels, values):
+    check("bfloat16", channels, values, "all", most_spilled=250)

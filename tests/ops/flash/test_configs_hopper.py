@@ -1,0 +1,84 @@
+"""Which problems Hopper's kernels take, their tiles, and the order of items: pure functions."""
+
+import itertools
+
+import pytest
+
+from tilewise.ops.flash.configs import SHARED_MEMORY, Problem
+from tilewise.ops.flash.configs_hopper import (
+    CACHED_BYTES,
+    FORWARD,
+    FORWARD_CAPPED,
+    WIDTHS,
+    choose_forward,
+    heads_together,
+    padded,
+    serves,
+    shared_bytes,
+)
+
+USUAL = Problem(128, 128, 2048, 2, True)
+# Barriers and notes beside the tiles.
+BESIDE = 2048
+
+
+@pytest.mark.parametrize(
+    ("direction", "changes", "expected"),
+    [
+        ("forward", {}, True),
+        ("backward", {}, True),
+        ("forward", {"channels": 256}, True),
+        ("backward", {"channels": 256}, False),
+        ("backward", {"value_channels": 136}, False),
+        ("forward", {"channels": 40, "value_channels": 8}, True),
+        ("forward", {"channels": 32, "value_channels": 32}, False),
+        ("forward", {"channels": 32, "value_channels": 40}, True),
+        ("forward", {"channels": 44}, False),
+        ("forward", {"value_channels": 100}, False),
+        ("forward", {"keys": 256}, False),
+        ("forward", {"keys": 257}, True),
+        ("forward", {"element_size": 4}, False),
+        ("forward", {"descriptors": False}, False),
+    ],
+    ids=str,
+)
+def test_serves(direction, changes, expected):
+    assert serves(direction, USUAL._replace(**changes), 90) is expected
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 89, 100, 120])
+def test_no_other_architecture(architecture):
+    assert not serves("forward", USUAL, architecture)
+
+
+def test_the_table_is_whole_and_fits():
+    assert set(FORWARD) == set(itertools.product(WIDTHS, WIDTHS))
+    for table in (FORWARD, FORWARD_CAPPED):
+        for widths, config in table.items():
+            assert shared_bytes(config, *widths) + BESIDE <= SHARED_MEMORY["hopper"]
+            assert config.stages >= 2, "a tile is fetched while another is in use"
+            assert not config.o_in_q or widths[0] == widths[1], "O has Q's place and must have its width"
+            assert 2 * config.registers + config.registers_fetch <= 512
+
+
+@pytest.mark.parametrize(("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])
+def test_padded(channels, width):
+    assert padded(channels) == width
+    assert choose_forward(channels, channels, False) == FORWARD[width, width]
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "size", "limited", "expected"),
+    [
+        (128, 1, 1 << 20, True, 32),
+        (16, 1, 8 << 20, True, 4),
+        (64, 8, 8 << 20, True, 32),
+        (16, 1, 1 << 20, True, 16),
+        (16, 4, 1 << 30, True, 4),
+        (16, 1, 1 << 20, False, 1),
+        (1, 1, 1, True, 1),
+    ],
+)
+def test_heads_together(heads, group, size, limited, expected):
+    assert CACHED_BYTES == 32 << 20
+    assert heads_together(heads, group, size, limited) == expected
