@@ -9,6 +9,7 @@ from tilewise.ops.flash.configs_hopper import (
     CACHED_BYTES,
     FORWARD,
     FORWARD_CAPPED,
+    REGISTERS,
     WIDTHS,
     choose_forward,
     heads_together,
@@ -58,7 +59,15 @@ def test_the_table_is_whole_and_fits():
             assert shared_bytes(config, *widths) + BESIDE <= SHARED_MEMORY["hopper"]
             assert config.stages >= 2, "a tile is fetched while another is in use"
             assert not config.o_in_q or widths[0] == widths[1], "O has Q's place and must have its width"
-            assert 2 * config.registers + config.registers_fetch <= 512
+            assert config.groups in REGISTERS
+
+
+@pytest.mark.parametrize("groups", REGISTERS)
+def test_a_block_has_registers_enough(groups):
+    registers = REGISTERS[groups]
+    assert groups * registers.compute + registers.fetch <= 512
+    assert (groups + 1) * 128 * registers.start <= 65536
+    assert all(count % 8 == 0 for count in registers)
 
 
 @pytest.mark.parametrize(("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])

@@ -17,28 +17,43 @@ WIDTHS = (64, 128, 256)
 NARROWEST = 33
 WIDEST: dict[Direction, int] = {"forward": 256, "backward": 128}
 
-# Queries of an item of the forward: 64 for each of two warpgroups.
-BLOCK_M = 128
+# Queries of one warpgroup of the forward.
+ROWS = 64
 # Keys and values that stay in the L2 cache (50 MB on an H100 and an H200) beside what else goes through it.
 CACHED_BYTES = 32 << 20
 
 
 class Forward(NamedTuple):
-    """Keys a tile; tiles of K, and of V, in shared memory; whether O takes Q's place there; registers of a thread that computes, of one that fetches.
-
-    Three warpgroups share 65,536 registers: 512 for three threads, one of each, handed out in eights.
-    """
+    """Keys a tile; tiles of K, and of V, in shared memory; warpgroups; whether they start products in turn; whether O takes Q's place there."""
 
     block_n: int
     stages: int
+    groups: int = 2
+    turns: bool = False
     o_in_q: bool = False
-    registers: int = 240
-    registers_fetch: int = 24
+
+    @property
+    def block_m(self) -> int:
+        """Queries of an item."""
+        return ROWS * self.groups
 
 
+class Registers(NamedTuple):
+    """Registers of a thread: when a kernel starts, and later of warps that compute and of the one that fetches, in eights.
+
+    A block has 65,536, 512 for 128 threads, and the fetching warp counts as a warpgroup.
+    """
+
+    start: int
+    compute: int
+    fetch: int
+
+
+# By warpgroups that compute.
+REGISTERS = {2: Registers(168, 240, 24), 3: Registers(128, 160, 32)}
 # (channels of q and k, of v), padded.
 FORWARD: dict[tuple[int, int], Forward] = {
-    (64, 64): Forward(128, 4),
+    (64, 64): Forward(128, 4, groups=3),
     (64, 128): Forward(128, 3),
     (64, 256): Forward(64, 3),
     (128, 64): Forward(128, 3),
@@ -80,7 +95,7 @@ def choose_forward(channels: int, value_channels: int, capped: bool) -> Forward:
 def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
     """Shared memory that the tiles take, in bytes; barriers take some hundred more."""
     width, value_width = padded(channels), padded(value_channels)
-    rows = BLOCK_M * (width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
+    rows = config.block_m * (width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
     return 2 * rows
 
 

@@ -13,14 +13,11 @@ from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash import configs_hopper
 from tilewise.ops.flash.configs import Problem
-from tilewise.ops.flash.configs_hopper import BLOCK_M, Direction
-from tilewise.ops.flash.kernels_hopper_fwd import ROWS, flash_fwd_hopper_kernel
+from tilewise.ops.flash.configs_hopper import ROWS, Direction, Forward
+from tilewise.ops.flash.kernels_hopper_fwd import flash_fwd_hopper_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
-
-# Registers of a thread at the start, when the warps of three warpgroups have the same: 12 · 32 · 168 = 64,512.
-MAXNREG = 168
 
 
 def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
@@ -48,18 +45,19 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
     }
 
 
-def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> Launch:
-    """The forward kernel's launch."""
+def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: Forward | None = None) -> Launch:
+    """The forward kernel's launch, with the given tiles or those that configs choose."""
     q, k, v, scale, softcap = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.softcap
-    config = configs_hopper.choose_forward(q.shape[-1], v.shape[-1], bool(softcap))
+    config = config or configs_hopper.choose_forward(q.shape[-1], v.shape[-1], bool(softcap))
     width, value_width = configs_hopper.padded(q.shape[-1]), configs_hopper.padded(v.shape[-1])
-    n_tiles = tile_slots(q.shape[-3], BLOCK_M, inputs.cu_q)
+    n_tiles = tile_slots(q.shape[-3], config.block_m, inputs.cu_q)
     n_items = n_tiles * inputs.heads
+    registers = configs_hopper.REGISTERS[config.groups]
     arguments = _order(inputs, n_items) | {
-        "q": tile_descriptor(q, ROWS.value, width),
+        "q": tile_descriptor(q, ROWS, width),
         "k": tile_descriptor(k, config.block_n, width),
         "v": tile_descriptor(v, config.block_n, value_width),
-        "o": tile_descriptor(o, ROWS.value, value_width),
+        "o": tile_descriptor(o, ROWS, value_width),
         "lse": lse,
         "cu_q": inputs.cu_q,
         "cu_k": inputs.cu_k,
@@ -79,12 +77,14 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor) -> Launch
         "BLOCK_DV": value_width,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
+        "GROUPS": config.groups,
+        "TURNS": config.turns,
         "O_IN_Q": config.o_in_q,
         "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
-        "REGISTERS": config.registers,
-        "REGISTERS_FETCH": config.registers_fetch,
+        "REGISTERS": registers.compute,
+        "REGISTERS_FETCH": registers.fetch,
         "num_warps": 4,
-        "maxnreg": MAXNREG,
+        "maxnreg": registers.start,
         "enable_fp_fusion": True,
     }
     return Launch(flash_fwd_hopper_kernel, min(n_items, processors(q.device)), arguments)
