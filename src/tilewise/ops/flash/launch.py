@@ -289,7 +289,8 @@ def backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     if not inputs.heads:
         return _empty(q), _empty(k), _empty(v)
-    if config_dkdv is None and config_dq is None and not any(taps) and launch_hopper.takes("backward", inputs):
+    portable = config_dkdv is not None or config_dq is not None or any(taps)
+    if not portable and launch_hopper.takes("backward", inputs) and launch_hopper_bwd.fits(inputs):
         return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, deterministic)
     problem = inputs.problem(do)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)

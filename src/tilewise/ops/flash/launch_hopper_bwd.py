@@ -26,6 +26,11 @@ LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
+def fits(inputs: Inputs) -> bool:
+    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants them."""
+    return tile_slots(inputs.q.shape[-3], BLOCK_M, inputs.cu_q) * BLOCK_M * inputs.heads < 2**31
+
+
 def readable(gradient: torch.Tensor) -> torch.Tensor:
     """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
     return gradient if fits_tiles(gradient) else gradient.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,43 @@
+"""Hopper's backward compiled without a GPU: it fits, hardly spills, and uses TMA and the fast matrix units."""
+
+from pathlib import Path
+
+import pytest
+from compiling import compiled
+
+SCRIPT = Path(__file__).with_name("compile_hopper_bwd.py")
+NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
+
+
+def most_spilled(channels: int, values: int, variant: str) -> int:
+    """Bytes that a thread may spill, outside of the loop but with softcap: what the end of the kernel needs is kept in memory meanwhile."""
+    if channels <= 64 or values <= 64:
+        return 40
+    return 300 if variant in ("softcap", "all") else 150
+
+
+def check(dtype: str, channels: int, values: int, variant: str, order: str = "ordered") -> None:
+    prepare, main, finish = compiled(SCRIPT, dtype, channels, values, variant, order)
+    assert [kernel["kernel"] for kernel in (prepare, main, finish)] == NAMES
+    assert prepare["spill_stores"] == finish["spill_stores"] == 0
+    assert main["spill_stores"] <= most_spilled(channels, values, variant), main
+    assert main["wgmma"], main
+    assert main["tma"], main
+    assert not main["wgmma_serialised"], main
+    # Two warpgroups of 4 warps, and one of single warps that fetch tiles and keep the order.
+    assert main["warps"] == 12, main
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+def test_causal(channels):
+    check("bfloat16", channels, channels, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["ordered", "free"])
+@pytest.mark.parametrize("variant", ["plain", "causal", "groups", "packed", "softcap", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "channels", "values"), [("float16", 40, 40), ("bfloat16", 64, 64), ("bfloat16", 128, 128), ("bfloat16", 128, 64), ("bfloat16", 64, 96)]
+)
+def test_every_variant(dtype, channels, values, variant, order):
+    check(dtype, channels, values, variant, order)

@@ -1,0 +1,259 @@
+"""Flash attention's backward on Hopper: which kernels run, gradients against fp64 in either order of sums, the same bits again and again, and what
+must not matter. `test_hopper.py` checks the gradients of all its problems too, in the fixed order.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import flash_attention, registry
+from tilewise.ops._host.launching import capture
+from tilewise.ops.flash import launch
+from tilewise.verify.result import Check, Implementation
+from tilewise.verify.run import Runner
+from tilewise.verify.text import result_lines
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_cases import FORWARD
+
+needs_hopper = pytest.mark.skipif(
+    "not __import__('torch').cuda.is_available() or __import__('torch').cuda.get_device_capability() != (9, 0)", reason="needs a Hopper GPU"
+)
+NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
+
+
+def problem_of(case):
+    return registry.find("flash").load("suite").find(case).problem
+
+
+BACKWARD = [case for case in FORWARD if problem_of(case).width <= 128]
+# Long chains of blocks that wait for each other, with groups and windows besides.
+LONG = (
+    "T=5000,H=2,D=128,causal=true",
+    "T=5000,H=2,D=64",
+    "T=3000,H=8,Hk=2,D=128,causal=true",
+    "T=3000,H=6,Hk=2,D=64,window=700/0",
+    "T=2000,Tk=5000,H=2,D=128,window=-1/300",
+    "T=5000,Tk=2000,H=2,D=128,window=500/-1",
+    "lengths=2500/0/700/1/1900,H=4,Hk=1,D=128,causal=true",
+)
+
+
+def inputs_of(case, dtype=torch.bfloat16):
+    problem = problem_of(case)
+    tensors = problem.tensors(lambda _name, shape, _size: torch.zeros(shape, dtype=dtype))
+    options = problem.options()
+    return launch.make_inputs(
+        *(tensors.get(name) for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")),
+        options.get("causal", False),
+        *options.get("window_size", (-1, -1)),
+        options.get("scale", problem.D**-0.5),
+        options.get("softcap", 0.0),
+    )
+
+
+def backward_kernels(inputs, **options):
+    o = torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1], dtype=inputs.q.dtype)
+    lse = torch.zeros(*inputs.q.shape[:-3], inputs.q.shape[-2], inputs.q.shape[-3])
+    with capture(90) as launches:
+        launch.backward(inputs, o, lse, o, None, **options)
+    return [one.kernel.__name__ for one in launches]
+
+
+@pytest.mark.parametrize("case", [*BACKWARD, *LONG])
+def test_the_hopper_kernels_are_what_runs(case):
+    assert backward_kernels(inputs_of(case)) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("T=300,D=64", torch.float32),
+        ("T=256,D=64", torch.bfloat16),
+        ("T=300,D=32", torch.bfloat16),
+        ("T=300,D=192", torch.bfloat16),
+        ("T=300,D=64,Dv=136", torch.bfloat16),
+        ("B=2,T=300,D=64,layout=mixed", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_what_they_do_not_serve_stays_portable(case, dtype):
+    assert NAMES[1] not in backward_kernels(inputs_of(case, dtype))
+
+
+def test_given_tiles_are_for_the_portable_kernels():
+    config = launch.Config(64, 64, 4, 2)
+    assert NAMES[1] not in backward_kernels(inputs_of("T=300,D=64"), config_dkdv=config)
+    assert NAMES[1] not in backward_kernels(inputs_of("T=300,D=64"), config_dq=config)
+
+
+def test_deterministic_reaches_the_kernel():
+    inputs = inputs_of("T=300,D=64")
+    o, lse = torch.zeros_like(inputs.q), torch.zeros(1, 2, 300)
+    for deterministic in (True, False):
+        with capture(90) as launches:
+            launch.backward(inputs, o, lse, o, None, deterministic=deterministic)
+        assert [one.arguments.get("ORDERED") for one in launches] == [deterministic, deterministic, None]
+
+
+def check(case, dtype, deterministic):
+    """As `battery.check`."""
+    found = registry.find("flash")
+    function = partial(found.load("function"), backend="triton", deterministic=deterministic)
+    result = Runner(found, function).run(Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype))
+    assert result.passed, "\n".join(result_lines(result, verbose=False))
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BACKWARD)
+def test_free_order_against_fp64(case):
+    check(case, "bf16", False)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
+@pytest.mark.parametrize("case", LONG)
+def test_long_chains_against_fp64(case, deterministic):
+    check(case, "bf16", deterministic)
+
+
+def tensors(*shapes, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to("cuda", dtype) for shape in shapes]
+
+
+def gradients(q, k, v, do, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(flash_attention(*leaves, **options), leaves, do)
+
+
+def same(actual, expected):
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_bits_a_thousand_times(channels, causal):
+    """Whichever programs meet: more of them than processors, in groups, and other work in between to shift them."""
+    q, k, v, do = tensors((2, 1100, 16, channels), (2, 1100, 8, channels), (2, 1100, 8, channels), (2, 1100, 16, channels))
+    first = gradients(q, k, v, do, causal=causal)
+    noise = torch.randn(1024, 1024, device="cuda")
+    for i in range(1000):
+        if i % 7 == 0:
+            noise = noise @ noise.T / 1024
+        assert same(gradients(q, k, v, do, causal=causal), first), i
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_free_order_is_close_to_the_fixed_one():
+    q, k, v, do = tensors(*[(2, 2000, 8, 128)] * 4)
+    fixed, free = (gradients(q, k, v, do, causal=True, deterministic=deterministic) for deterministic in (True, False))
+    for a, b in zip(free, fixed, strict=True):
+        assert (a.double() - b.double()).norm() / b.double().norm() < 1e-3
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
+@pytest.mark.parametrize("channels", [64, 128])
+def test_neighbours_never_reach_a_sequence(channels, deterministic):
+    """Packed neighbours may hold NaN or inf: in the fixed order not a bit changes."""
+    q, k, v, do = tensors(*[(900, 2, channels)] * 4)
+    offsets = torch.tensor([0, 300, 611, 611, 900], device="cuda")
+    rows = slice(300, 611)
+    options = {"causal": True, "cu_seqlens_q": offsets, "deterministic": deterministic}
+    expected = [x[rows] for x in gradients(q, k, v, do, **options)]
+    for x, value in ((q, torch.nan), (k, torch.nan), (v, torch.inf), (do, torch.nan)):
+        x[:300] = value
+        x[611:] = value
+    actual = [x[rows] for x in gradients(q, k, v, do, **options)]
+    assert all(x.isfinite().all() for x in actual)
+    if deterministic:
+        assert same(actual, expected)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_memory_around_strided_tensors_never_reaches_them():
+    plain = tensors(*[(2, 311, 2, 72)] * 4)
+    around = [torch.full((2, 400, 3, 96), torch.nan, dtype=x.dtype, device="cuda") for x in plain]
+    cut = [big[:, :311, :2, 8:80].copy_(x) for big, x in zip(around, plain, strict=True)]
+    actual = gradients(*cut, causal=True)
+    assert same(actual, gradients(*plain, causal=True))
+    assert all(x.isfinite().all() for x in actual)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_gradients_of_any_strides():
+    """`o.sum()` gives one element, expanded; a transposed gradient is read as it lies; a shifted one is copied."""
+    q, k, v = tensors(*[(2, 300, 4, 64)] * 3)
+    ones = torch.ones(1, device="cuda", dtype=q.dtype)
+    assert same(gradients(q, k, v, ones.expand(q.shape)), gradients(q, k, v, ones.expand(q.shape).contiguous()))
+    (do,) = tensors(q.shape, seed=1)
+    expected = gradients(q, k, v, do)
+    assert same(gradients(q, k, v, do.transpose(1, 2).contiguous().transpose(1, 2)), expected)
+    shifted = torch.empty(do.numel() + 1, device="cuda", dtype=do.dtype)[1:].view(do.shape).copy_(do)
+    assert same(gradients(q, k, v, shifted), expected)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
+def test_rows_that_see_nothing_and_keys_that_nobody_sees(deterministic):
+    q, k, v, do = tensors((1, 900, 2, 64), (1, 300, 2, 64), (1, 300, 2, 64), (1, 900, 2, 64))
+    dq, dk, dv = gradients(q, k, v, do, causal=True, deterministic=deterministic)
+    assert not dq[:, :600].any()
+    assert dq[:, 600:].any(-1).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+    q, do = q[:, :100], do[:, :100]
+    dq, dk, dv = gradients(q, k, v, do, window_size=(20, 0), deterministic=deterministic)
+    assert not dk[:, :180].any()
+    assert not dv[:, :180].any()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_past_the_end_take_no_part_however_low_the_scores(packed):
+    """A key past the end scores 0: beside scores of -3000 its probability would be infinite."""
+    q, k, v, do = tensors(*[(300, 2, 64)] * 4)
+    q, k = q * 0.01 + 20, k * 0.01 - 20
+    if packed:
+        options = {"cu_seqlens_q": torch.tensor([0, 290, 300], device="cuda")}
+    else:
+        options, (q, k, v, do) = {}, (x[None, :290].contiguous() for x in (q, k, v, do))
+    assert all(x.isfinite().all() for x in gradients(q, k, v, do, **options))
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
+    """Chains of 128 blocks."""
+    q, k, v, do = tensors(*[(1, 16384, 4, 128)] * 4)
+    inputs = launch.make_inputs(q, k, v, None, None, causal, -1, -1, 128**-0.5, 0.0)
+    o, lse = launch.forward(inputs)
+    config = launch.Config(64, 64, 4, 2, tma=True)
+    expected = launch.backward(inputs, o, lse, do, None, config, config)
+    for actual, right in zip(launch.backward(inputs, o, lse, do, None), expected, strict=True):
+        assert ((actual - right).double().norm() / right.double().norm()) < 1e-2
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_offsets_that_decrease_stay_in_bounds_and_end():
+    """Values of offsets on a GPU are not checked: whatever they are, nothing outside is read or written, and nobody waits forever."""
+    q, k, v, do = tensors(*[(900, 2, 64)] * 4)
+    for offsets in ([0, 700, 300, 900], [0, 500, 100, 700], [0, 5000, -7, 900], [900, 0, 0, 0]):
+        gradients(q, k, v, do, causal=True, cu_seqlens_q=torch.tensor(offsets, device="cuda"))
+    torch.cuda.synchronize()
