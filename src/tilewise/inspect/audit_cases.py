@@ -43,7 +43,7 @@ class Case:
         for launch in found:
             # Upper case is constexpr.
             constants = (repr(value) for name, value in sorted(launch.arguments.items()) if name.isupper())
-            key = (launch.kernel, *constants, *(name for name, value in launch.arguments.items() if value is None))
+            key = (launch.kernel.__name__, *constants, *(name for name, value in launch.arguments.items() if value is None))
             ends[key] = [*ends.get(key, [])[:1], launch]
         return [launch for pair in ends.values() for launch in pair]
 
