@@ -4,6 +4,8 @@ A program owns BLOCK_N keys of one key head: two warpgroups with half of them ea
 computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ come out of the matrix unit in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them.
 dSᵀ also goes through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the keys of both. That half is added to an
 fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row straight from the matrix unit's registers.
+Operations: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds 4 · BLOCK_M · D bytes; K, V, dK and dV
+pass once. On chip: (2 · BLOCK_N + STAGES · 2 · BLOCK_M) · D elements and twice dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
 
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
@@ -269,7 +271,6 @@ def flash_bwd_hopper_kernel(
     done = allocate_barriers(TURNS, 2)
     finished = allocate_barriers(1, 2)
     go = allocate_barriers(TURNS, 1)
-    free = allocate_barriers(TURNS, 1)
     ready0 = allocate_barriers(2, 1)
     ready1 = allocate_barriers(2, 1)
     barriers = (kv_full, q_full, do_full, empty)
@@ -285,6 +286,7 @@ def flash_bwd_hopper_kernel(
     )  # fmt: skip
     produce = (descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile)
     if ORDERED:
+        free = allocate_barriers(TURNS, 1)
         gl.warp_specialize(
             [
                 (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
