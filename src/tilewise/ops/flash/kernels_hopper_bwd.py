@@ -4,8 +4,8 @@ A program owns BLOCK_N keys of one key head: two warpgroups with half of them ea
 computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ come out of the matrix unit in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them.
 dSᵀ also goes through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the keys of both. That half is added to an
 fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row straight from the matrix unit's registers.
-Operations: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds 4 · BLOCK_M · D bytes; K, V, dK and dV
-pass once. On chip: (2 · BLOCK_N + STAGES · 2 · BLOCK_M) · D elements and twice dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
+Operations: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds 4 · BLOCK_M · D bytes; K, V, dK
+and dV pass once. On chip: (BLOCK_N + STAGES · BLOCK_M) · (D + Dv) elements and twice dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
 
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
@@ -15,7 +15,7 @@ own, which has a smaller ticket, so that it runs already or is done. Hardly anyb
 to the first, and the heads of its group inside a tile. Under a causal mask the programs of the first keys are the longest; they have the first
 tickets, which evens out the end, and all programs begin with the same tile: each has to stay one step behind the one before it, and nothing more, for
 the shorter ones drop out at the diagonal. With the first tile first, a program would begin two tiles ahead of the one before it and wait at once;
-with the heads outside, it would overtake that one anew at each head. Under a window each begins two tiles after the one before it would get there.
+with the heads outside, it would overtake that one anew at each head. Under a left limit the one before is two tiles ahead from the start.
 """
 
 from triton.experimental import gluon
