@@ -1,6 +1,7 @@
 """Hopper's forward compiled for sm_90 where there is no GPU: it fits, does not spill, and its wgmma run side by side.
 
-Spills are judged with the assembler of Triton 3.6, which the tiles were chosen with; later ones find no room for three warpgroups at 64 channels.
+Spills are judged with the assembler of Triton 3.6, which the tiles were chosen with. Later ones spill more where registers are few: with three
+warpgroups, at 64 channels, and at 256.
 """
 
 from pathlib import Path
@@ -23,7 +24,8 @@ def check(dtype: str, channels: int, values: int, *variants: str, most_spilled: 
         assert kernel["wgmma"]
         assert not kernel["wgmma_serialised"], kernel
         assert kernel["tma"]
-        allowed = most_spilled if kernel["ptxas"].startswith(PTXAS) or kernel["warps"] == 12 else 1200
+        judged = kernel["ptxas"].startswith(PTXAS) or (kernel["warps"] == 12 and max(channels, values) <= 128)
+        allowed = most_spilled if judged else 1200
         assert kernel["spill_stores"] + kernel["spill_loads"] <= allowed, kernel
 
 
