@@ -1,5 +1,6 @@
 """The order of work of Hopper's backward: which blocks of keys add to which query tile, who comes first, and that nobody waits forever."""
 
+import heapq
 import itertools
 import random
 
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._tile.reach import first_block, head_and_slot, key_blocks, query_tiles, step_tile, whole_tiles
+from tilewise.ops.flash.launch_hopper_bwd import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
 MOST = 16
@@ -151,3 +153,30 @@ def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, devic
     tiles = -(-problem[0] // BLOCK_M)
     expected = {(m, g): list(range(first[m], end[m])) for m in range(tiles) for g in range(group) if first[m] < end[m]}
     assert added == expected
+
+
+def busy(heads, blocks, group, together, downwards):
+    """Which share of the time processors work under a causal mask: a step takes 1, so do a program's beginning and its end; to pass on a turn takes 0.4."""
+    tiles = 2 * blocks
+    free = [0.0] * 132
+    turns = {head: torch.full((tiles, group), -1e9, dtype=torch.float64) for head in range(heads)}
+    work = 0.0
+    for bundle in range(0, heads, together):
+        for block, head in itertools.product(range(blocks), range(bundle, min(bundle + together, heads))):
+            begin = heapq.heappop(free) + 1
+            before = turns[head][2 * block :]
+            steps = before.flip(0).flatten() if downwards else before.flatten()
+            i = torch.arange(1, len(steps) + 1)
+            # A step ends 1 after the one before it, and not before its turn has come.
+            ends = (steps + 0.4 - i).clamp(min=begin).cummax(0).values + i
+            turns[head][2 * block :] = ends.view_as(before).flip(0) if downwards else ends.view_as(before)
+            heapq.heappush(free, ends[-1].item() + 1)
+            work += len(steps) + 2
+    return work / len(free) / max(free)
+
+
+@pytest.mark.parametrize(("heads", "blocks", "group"), [(128, 16, 1), (32, 16, 4)])
+def test_waiting_for_turns_costs_little(heads, blocks, group):
+    """Tiles from the last to the first keep all busy; from the first to the last, programs overtake those that they must wait for."""
+    assert busy(heads, blocks, group, TOGETHER_SHORT, downwards=True) > 0.95
+    assert busy(heads, blocks, group, TOGETHER_SHORT, downwards=False) < 0.8
