@@ -156,7 +156,10 @@ def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, devic
 
 
 def busy(heads, blocks, group, together, downwards):
-    """Which share of the time processors work under a causal mask: a step takes 1, so do a program's beginning and its end; to pass on a turn takes 0.4."""
+    """Which share of the time processors work under a causal mask, in a model.
+
+    A step takes 1, a program's beginning and its end 1 each, and to pass on a turn 0.4.
+    """
     tiles = 2 * blocks
     free = [0.0] * 132
     turns = {head: torch.full((tiles, group), -1e9, dtype=torch.float64) for head in range(heads)}
