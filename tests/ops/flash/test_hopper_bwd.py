@@ -34,7 +34,7 @@ BACKWARD = [case for case in FORWARD if problem_of(case).width <= 128]
 LONG = (
     "T=5000,H=2,D=128,causal=true",
     "T=5000,H=2,D=64",
-    "T=3000,H=8,Hk=2,D=128,causal=true",
+    "B=3,T=3000,H=8,Hk=2,D=128,causal=true",
     "T=3000,H=6,Hk=2,D=64,window=700/0",
     "T=2000,Tk=5000,H=2,D=128,window=-1/300",
     "T=5000,Tk=2000,H=2,D=128,window=500/-1",
@@ -82,6 +82,11 @@ def test_the_hopper_kernels_are_what_runs(case):
 )
 def test_what_they_do_not_serve_stays_portable(case, dtype):
     assert NAMES[1] not in backward_kernels(inputs_of(case, dtype))
+
+
+def test_few_key_heads_with_much_to_do_are_divided_by_the_portable_kernels():
+    assert NAMES[1] not in backward_kernels(inputs_of("T=4096,H=16,Hk=1,D=64"))
+    assert backward_kernels(inputs_of("T=4096,H=16,Hk=4,D=64")) == NAMES
 
 
 def test_given_tiles_are_for_the_portable_kernels():

@@ -257,6 +257,13 @@ def _choose_dkdv(inputs: Inputs, problem: configs.Problem) -> Config:
     return config._replace(parts=configs.divide_group(programs, inputs.group, steps))
 
 
+def _runs_on_hopper(inputs: Inputs) -> bool:
+    """Whether a backward is for Hopper's own kernels: of those that they take, not the few whose groups the others divide to keep a GPU busy."""
+    if not launch_hopper.takes("backward", inputs) or not launch_hopper_bwd.fits(inputs):
+        return False
+    return not launch_hopper_bwd.leaves_idle(inputs) or _choose_dkdv(inputs, inputs.problem()).parts == 1
+
+
 def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's parts side by side in fp32."""
     if parts == 1:
@@ -290,7 +297,7 @@ def backward(
     if not inputs.heads:
         return _empty(q), _empty(k), _empty(v)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
-    if not portable and launch_hopper.takes("backward", inputs) and launch_hopper_bwd.fits(inputs):
+    if not portable and _runs_on_hopper(inputs):
         return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, deterministic)
     problem = inputs.problem(do)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)

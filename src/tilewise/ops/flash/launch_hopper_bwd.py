@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.ops._host.hopper import fits_tiles, tile_descriptor
+from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launching import Launch, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash.configs_hopper import padded
@@ -29,6 +29,12 @@ STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 def fits(inputs: Inputs) -> bool:
     """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants them."""
     return tile_slots(inputs.q.shape[-3], BLOCK_M, inputs.cu_q) * BLOCK_M * inputs.heads < 2**31
+
+
+def leaves_idle(inputs: Inputs) -> bool:
+    """Whether there are so few blocks of keys that a quarter of the processors or more would have nothing to do."""
+    programs = tile_slots(inputs.k.shape[-3], BLOCK_N, inputs.cu_k) * (inputs.heads // inputs.group)
+    return 4 * programs < 3 * processors(inputs.q.device)
 
 
 def readable(gradient: torch.Tensor) -> torch.Tensor:
