@@ -107,18 +107,20 @@ def in_torch(batch: Batch) -> Attention:
     return Attention(attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
 
 
-def in_graphs(shape: Shape) -> dict[str, float]:
-    """Milliseconds of steps as CUDA graphs, which leave the host out.
+def in_graphs(shape: Shape, **kinds: Callable[[Batch], Attention]) -> dict[str, float]:
+    """Milliseconds of forwards and of steps as CUDA graphs, which leave the host out.
 
-    Leaves of their own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
+    Each with leaves of its own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
     """
-    batch = Batch(shape, jagged=False)
-    steps = {"dense step": dense(batch).step, "block-sparse step": sparse(batch).step}
-    return {name: round(triton.testing.do_bench_cudagraph(step, rep=20, return_mode="median"), 3) for name, step in steps.items()}
+    times = {}
+    for kind, make in kinds.items():
+        for name, call in (("forward", make(Batch(shape, jagged=False)).attend), ("step", make(Batch(shape, jagged=False)).step)):
+            times[f"{kind} {name}"] = round(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"), 3)
+    return times
 
 
 def dense_row(shape: Shape) -> dict[str, object]:
-    """One shape, full-length beside torch, and jagged."""
+    """One shape, full-length beside torch, and jagged; full-length as CUDA graphs too."""
     full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
     times = {"full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")), "jagged": milliseconds(dense(jagged).calls("dense"))}
     rates = {
@@ -126,7 +128,7 @@ def dense_row(shape: Shape) -> dict[str, object]:
         for kind, batch in (("full", full), ("jagged", jagged))
         for direction, factor in (("forward", 1.0), ("backward", 2.5))
     }
-    return {"shape": shape, "milliseconds": times, "tflops": rates}
+    return {"shape": shape, "milliseconds": times, "tflops": rates, "as graphs": in_graphs(shape, dense=dense)}
 
 
 def sparse_row(shape: Shape) -> dict[str, object]:
@@ -135,7 +137,7 @@ def sparse_row(shape: Shape) -> dict[str, object]:
     return {
         "shape": shape,
         "milliseconds": milliseconds(dense(batch).calls("dense") | sparse(batch).calls("block-sparse")),
-        "as graphs": in_graphs(shape),
+        "as graphs": in_graphs(shape, dense=dense, sparse=sparse),
     }
 
 
