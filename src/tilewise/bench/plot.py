@@ -68,7 +68,7 @@ def plot(report: Report) -> "Figure | None":
             panel.set_title(f"{report.operator} {mode}, {report.dtype}\n{textwrap.fill(one, 60)}", fontsize=9)
             panel.set_xlabel("tokens of the longest sequence")
             panel.set_ylabel("million tokens a second" if report.dense else "TFLOP/s")
-            panel.grid(visible=True, which="both", alpha=0.3)
+            panel.grid(visible=True, alpha=0.3)
             panel.legend(fontsize=8)
     return figure
 
