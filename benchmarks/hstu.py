@@ -94,6 +94,9 @@ def sparse(batch: Batch) -> Attention:
     return Attention(attend, [*leaves, *gates], batch.do)
 
 
+KINDS = {"dense": dense, "block-sparse": sparse}
+
+
 def in_torch(batch: Batch) -> Attention:
     """What a user would write in torch for sequences of one length: two batched products with SiLU and the causal mask between them."""
     count = len(batch.lengths)
@@ -107,26 +110,37 @@ def in_torch(batch: Batch) -> Attention:
     return Attention(attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
 
 
-def in_graphs(shape: Shape) -> dict[str, float]:
-    """Milliseconds of steps as CUDA graphs, which leave the host out.
+def in_graphs(shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
+    """Milliseconds as CUDA graphs, which leave the host out: forwards, steps, and backwards as the difference of the two.
 
-    Leaves of their own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
+    Each with leaves of its own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
     """
-    batch = Batch(shape, jagged=False)
-    steps = {"dense step": dense(batch).step, "block-sparse step": sparse(batch).step}
-    return {name: round(triton.testing.do_bench_cudagraph(step, rep=20, return_mode="median"), 3) for name, step in steps.items()}
+    times = {}
+    for kind in kinds:
+        forward, step = KINDS[kind](Batch(shape, jagged)).attend, KINDS[kind](Batch(shape, jagged)).step
+        for name, call in (("forward", forward), ("step", step)):
+            times[f"{kind} {name}"] = round(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"), 3)
+        times[f"{kind} backward"] = round(times[f"{kind} step"] - times[f"{kind} forward"], 3)
+    return times
+
+
+def rates(batch: Batch, times: dict[str, float]) -> dict[str, int]:
+    """TFLOP/s of dense forwards and backwards."""
+    return {name: round(factor * batch.operations / times[f"dense {name}"] / 1e9) for name, factor in (("forward", 1.0), ("backward", 2.5))}
 
 
 def dense_row(shape: Shape) -> dict[str, object]:
-    """One shape, full-length beside torch, and jagged."""
+    """One shape, full-length beside torch, and jagged; as called, and as CUDA graphs."""
     full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
     times = {"full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")), "jagged": milliseconds(dense(jagged).calls("dense"))}
-    rates = {
-        f"{kind} {direction}": round(factor * batch.operations / times[kind][f"dense {direction}"] / 1e9)
-        for kind, batch in (("full", full), ("jagged", jagged))
-        for direction, factor in (("forward", 1.0), ("backward", 2.5))
+    graphs = {"full": in_graphs(shape, False, "dense"), "jagged": in_graphs(shape, True, "dense")}
+    return {
+        "shape": shape,
+        "milliseconds": times,
+        "as graphs": graphs,
+        "tflops": {"full": rates(full, times["full"]), "jagged": rates(jagged, times["jagged"])},
+        "tflops as graphs": {"full": rates(full, graphs["full"]), "jagged": rates(jagged, graphs["jagged"])},
     }
-    return {"shape": shape, "milliseconds": times, "tflops": rates}
 
 
 def sparse_row(shape: Shape) -> dict[str, object]:
@@ -135,7 +149,7 @@ def sparse_row(shape: Shape) -> dict[str, object]:
     return {
         "shape": shape,
         "milliseconds": milliseconds(dense(batch).calls("dense") | sparse(batch).calls("block-sparse")),
-        "as graphs": in_graphs(shape),
+        "as graphs": in_graphs(shape, False, *KINDS),
     }
 
 

@@ -1,9 +1,11 @@
-"""Draws the pictures of these pages by asking the operators' references: `python docs/draw.py` writes docs/pictures/*.svg.
+"""Draws the pictures of these pages by asking the operators' references, and from saved benchmarks: `python docs/draw.py` writes docs/pictures/*.svg.
 
 What a query sees is never written down here: the value of every key is shifted a little, and a query sees those whose shift reaches its output. The
 tiles that a kernel visits come from its simulation.
 """
 
+import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tilewise.bench.json_report import from_json
+from tilewise.bench.plot import plot
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.flash import simulate
@@ -23,6 +27,7 @@ from tilewise.ops.hstu import reference as hstu
 from tilewise.ops.nsa import reference as nsa
 
 FOLDER = Path(__file__).parent / "pictures"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 # Okabe and Ito's colours, which the colour-blind tell apart; the background is the picture's own, so that it reads the same on dark pages.
 GREY, BLUE, SKY, ORANGE, RED, GREEN = "#e4e4e4", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73"
 STYLE: Any = {
@@ -279,12 +284,20 @@ def draw_bsa() -> Figure:
     return figure
 
 
+def draw_bench(name: str) -> Figure:
+    """Speed over length, as `tilewise bench` saved it."""
+    figure = plot(from_json(json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))))
+    assert figure is not None
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "flash-masks": draw_flash_masks,
     "flash-tiles": draw_flash_tiles,
     "nsa-branches": draw_nsa,
     "hstu-masks": draw_hstu,
     "bsa-blocks": draw_bsa,
+    **{name: functools.partial(draw_bench, name) for name in ("bench-flash", "bench-nsa", "bench-hstu", "bench-bsa")},
 }
 
 

@@ -66,6 +66,21 @@ def range_kernel(x, y, z, out, SIZE: tl.constexpr):
     tl.store(out + o, b)
 
 
+@triton.jit
+def types_kernel(x, y, z, out, SIZE: tl.constexpr):
+    # The last number of int32 wraps around, as on a GPU; an int64 of the same shape does not.
+    o = tl.arange(0, SIZE)
+    narrow = tl.full([SIZE], 2147483647, tl.int32) + 1
+    wide = tl.full([SIZE], 2147483647, tl.int64) + 1
+    tl.static_assert(narrow.dtype == tl.int32)
+    tl.static_assert(wide.dtype == tl.int64)
+    tl.static_assert(wide.dtype != tl.int32)
+    tl.static_assert(tl.zeros([SIZE, 2], tl.int32).numel == 2 * SIZE)
+    tl.static_assert(tl.zeros([2, SIZE], tl.int32).shape[0] == 2)
+    parity = tl.load(x + o).to(tl.float32) * 0 + (wide + narrow)
+    tl.store(out + o, parity + tl.sum(tl.zeros([SIZE, 2], tl.float32) + 1.0))
+
+
 def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     row = slice(0, SIZE)
     a, b, c = x.flatten()[row], y.flatten()[row], z.flatten()[row]
@@ -80,6 +95,7 @@ def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> t
         "constant": lambda: a + 1.5,
         "where": lambda: torch.where(a > b, a, c),
         "range": lambda: a.float() * 3,
+        "types": lambda: torch.full((SIZE,), 2.0 * SIZE),
     }
     return results[check]()
 
@@ -92,7 +108,7 @@ def main(check: str, repaired: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y, z = (torch.randn(SIZE, SIZE, generator=generator).bfloat16() for _ in range(3))
     want = expected(check, x, y, z)
-    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range") else torch.bfloat16)
+    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range", "types") else torch.bfloat16)
     globals()[f"{check}_kernel"][(1,)](x, y, z, out, SIZE=SIZE)
     # Element-wise work agrees bit for bit; sums may differ in their order, a running sum in bf16 by one rounding.
     tolerance = {"dot": 1e-5, "range": 1e-6, "sum": 1e-6, "scan": 2**-8}.get(check, 0.0)

@@ -44,3 +44,10 @@ def test_range_over_a_tensor_works_when_repaired():
 @pytest.mark.skipif("not __import__('triton').__version__.startswith('3.6')", reason="only Triton 3.6 with NumPy 2.4 needs it")
 def test_range_over_a_tensor_fails_without_the_repair():
     assert run("range", repaired=False).returncode != 0
+
+
+def test_types_that_are_kept_are_kept_apart():
+    """Blocks of one shape and of different elements, the same elements in different shapes, scalars, and sizes given as constants."""
+    result = run("types", repaired=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "right"

@@ -260,7 +260,13 @@ def test_flex_attention_computes_the_same(text):
     for leaf in call.leaves:
         leaf.requires_grad_(False)
     expected = operator.load("reference")(**tensors, **problem.options())[0]
-    torch.testing.assert_close(call.lay_out(call.run()[0]), expected, rtol=1e-4, atol=1e-5)
+    try:
+        output = call.run()[0]
+    except Exception as error:
+        if "not supported for CPU" in str(error):
+            pytest.skip("torch compiles no FlexAttention for this kind of CPU")
+        raise
+    torch.testing.assert_close(call.lay_out(output), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from tilewise.bench.ceiling import Ceiling
 from tilewise.bench.compare import Change, changes, check_same, load, parse_tolerance
-from tilewise.bench.json_report import as_json
-from tilewise.bench.plot import draw
+from tilewise.bench.json_report import as_json, from_json
+from tilewise.bench.plot import draw, plot
 from tilewise.bench.result import Report, Row, Verified, geometric_mean, overtakes, ratios_of, verdict
 from tilewise.bench.text import change_lines, summary_lines
 from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
@@ -110,6 +110,12 @@ def test_where_a_sparse_operator_overtakes():
     assert not any("ahead" in line for line in summary_lines(report(*rows)))
 
 
+def test_a_saved_report_is_read_back():
+    verified = Verified("T=64,D=32", True, True)
+    found = report(row("tilewise", 1.0, verified=verified), row("dense-torch", None, reason="out of memory"), row("torch", 2.0), dense=["torch"])
+    assert from_json(json.loads(as_json(found, {}, [], ""))) == found
+
+
 def test_kinds_of_problems_are_not_mixed():
     def of(kind, name, milliseconds, tokens):
         return replace(row(name, milliseconds, tokens), case=f"{kind}-{tokens}", problem=f"T={tokens},{kind}")
@@ -176,24 +182,21 @@ def test_a_file_that_is_no_run(tmp_path, text):
         load(tmp_path / "nowhere.json")
 
 
-def test_the_plot_has_a_line_for_each_implementation(monkeypatch):
-    from matplotlib import pyplot
-
-    panels = []
-    monkeypatch.setattr(pyplot, "close", lambda figure: panels.extend(figure.axes))
+def test_the_plot_has_a_line_for_each_implementation():
     rows = [row(name, t / 64, t, mode) for name in ("tilewise", "fa2") for t in (64, 128, 256) for mode in ("fwd", "bwd")]
-    assert draw(report(*rows, row("flex", None, reason="no")), "png").startswith(b"\x89PNG")
+    found = report(*rows, row("flex", None, reason="no"))
+    assert draw(found, "png").startswith(b"\x89PNG")
+    panels = plot(found).axes
     assert [[line.get_label() for line in panel.lines] for panel in panels] == [["tilewise", "fa2"]] * 2
     assert list(panels[0].lines[0].get_xdata()) == [64, 128, 256]
     assert list(panels[0].lines[0].get_ydata()) == [1.0, 0.5, 0.25]
     assert panels[0].get_xscale() == panels[0].get_yscale() == "log"
     assert rows[0].kind == "D=32"
-    panels.clear()
     # The largest batch of a length is drawn; sequences of different lengths, and a kind of one length, are not in its line.
     others = [replace(row("tilewise", 2.0, 128), total_tokens=total, problem=problem) for total, problem in (
         (512, "lengths=128/128,D=32"), (200, "lengths=128/72,D=32"), (128, "T=128,D=64"),
     )]  # fmt: skip
-    draw(report(row("tilewise", 1.0, 64), row("tilewise", 1.0, 128), *others), "png")
+    panels = plot(report(row("tilewise", 1.0, 64), row("tilewise", 1.0, 128), *others)).axes
     assert [list(panel.lines[0].get_ydata()) for panel in panels] == [[1.0, 0.5]]
     assert others[1].kind == "D=32, lengths differ"
     assert draw(report(row("tilewise", None), row("fa2", 1.0, operations=0)), "png") == b""

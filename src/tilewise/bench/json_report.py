@@ -5,7 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilewise.bench.result import Report, geometric_mean, overtakes, ratios_of
+from tilewise.bench.ceiling import Ceiling
+from tilewise.bench.result import Report, Row, Verified, geometric_mean, overtakes, ratios_of
+from tilewise.bench.timing import Times
 
 SCHEMA = "tilewise.bench"
 VERSION = 1
@@ -45,3 +47,17 @@ def _summary(report: Report, mode: str, name: str, ratios: Sequence[float]) -> d
         "cases": len(ratios),
     }
     return found | ({"overtakes_at": overtakes(report, mode, name)} if name in report.dense else {})
+
+
+def from_json(document: Mapping[str, Any]) -> Report:
+    """The report that a document was made of."""
+    names = {field.name for field in dataclasses.fields(Row)}
+    rows = []
+    for saved in document["rows"]:
+        row = Row(**{name: value for name, value in saved.items() if name in names})
+        times, verified = saved["times"], saved["verified"]
+        rows.append(dataclasses.replace(row, times=times and Times(**times), verified=verified and Verified(**verified)))
+    # Those that the subject may overtake.
+    dense = list(dict.fromkeys(line["baseline"] for line in document["summary"] if "overtakes_at" in line))
+    same = {name: document[name] for name in ("operator", "dtype", "subject", "unverified")}
+    return Report(**same, dense=dense, ceiling=Ceiling(**document["ceiling"]), about=document["implementations"], rows=rows)

@@ -3,8 +3,12 @@
 import io
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tilewise.bench.result import Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which can be told apart in every kind of colour blindness; markers and dashes tell them apart in grey too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -21,15 +25,22 @@ def save_plot(report: Report, path: Path) -> bool:
 
 
 def draw(report: Report, format: str) -> bytes:
-    """The picture, empty where nothing was timed. A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s."""
-    import matplotlib
+    """The picture, empty where nothing was timed."""
+    figure = plot(report)
+    if figure is None:
+        return b""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=format, dpi=120)
+    return picture.getvalue()
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+
+def plot(report: Report) -> "Figure | None":
+    """None where nothing was timed. A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s."""
+    from matplotlib.figure import Figure
 
     timed = [row for row in report.rows if row.times and speed(report, row) > 0]
     if not timed:
-        return b""
+        return None
     lengths: dict[str, set[int]] = {}
     for row in timed:
         lengths.setdefault(row.kind, set()).add(row.tokens)
@@ -37,7 +48,8 @@ def draw(report: Report, format: str) -> bytes:
     kinds = [kind for kind, found in lengths.items() if len(found) > 1] or list(lengths)
     modes = list(dict.fromkeys(row.mode for row in timed))
     names = list(dict.fromkeys(row.implementation for row in report.rows))
-    figure, axes = pyplot.subplots(len(kinds), len(modes), figsize=(5.2 * len(modes), 3.6 * len(kinds)), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5.2 * len(modes), 3.6 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), len(modes), squeeze=False)
     for line, one in enumerate(kinds):
         for column, mode in enumerate(modes):
             panel = axes[line][column]
@@ -51,15 +63,14 @@ def draw(report: Report, format: str) -> bytes:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
             panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+            panel.yaxis.set_minor_formatter(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in "235" else "")
             panel.set_title(f"{report.operator} {mode}, {report.dtype}\n{textwrap.fill(one, 60)}", fontsize=9)
             panel.set_xlabel("tokens of the longest sequence")
             panel.set_ylabel("million tokens a second" if report.dense else "TFLOP/s")
-            panel.grid(visible=True, which="both", alpha=0.3)
+            panel.grid(visible=True, alpha=0.3)
             panel.legend(fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=120)
-    pyplot.close(figure)
-    return picture.getvalue()
+    return figure
 
 
 def speed(report: Report, row: Row) -> float:

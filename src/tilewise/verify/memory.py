@@ -3,11 +3,14 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 # A matrix of T² elements has at least a byte for each; half of that is no rounding of an allocator.
 SQUARE_BYTES = 0.5
+# An allocation that opens a profile, of a size that no tensor has: what is in use after it was in use before.
+FIRST_BYTES = 100_003
 
 
 def grows_as_square(peaks: list[int], tokens: int) -> bool:
@@ -31,15 +34,29 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     torch.set_num_threads(1)
     try:
         with _no_output(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+            first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
             call()
+            del first
     finally:
         torch.set_num_threads(threads)
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    # The allocator's own totals: by their times, which a busy machine mixes up, events would not add up.
+    totals = _totals(profile)
+    return max(totals.values()) - totals[FIRST_BYTES]
+
+
+def _totals(profile: Any) -> dict[int, int]:
+    """By the size of an allocation on the CPU, the most bytes that were in use after one of that size."""
+    from torch._C._profiler import _EventType
+
+    most: dict[int, int] = {}
+    events = list(profile.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            size, total = event.extra_fields.alloc_size, event.extra_fields.total_allocated
+            most[size] = max(total, most.get(size, total))
+    return most
 
 
 @contextlib.contextmanager

@@ -185,6 +185,25 @@ def test_operations_in_place_views_and_several_results(replays, device):
     assert len(replays) == 2
 
 
+@pytest.mark.gpu
+def test_views_for_a_launch_and_what_nobody_reads_are_not_made_again(replays, device):
+    @replayed
+    def function(x):
+        torch.ones_like(x)
+        return add(x[None].view(-1), x[None].view(-1))
+
+    @replayed
+    def shifted(x):
+        return add(x[:-8], x[8:])
+
+    for i in range(4):
+        x = torch.arange(40.0, device=device) * i
+        assert torch.equal(function(x), x + x)
+        assert torch.equal(shifted(x), x[:-8] + x[8:])
+    # An allocation and a launch; where the second argument lies elsewhere than the first, a view besides.
+    assert [len(plan._steps) for plan in replays] == [2, 3] * 2
+
+
 def test_nothing_stays_alive(device):
     function = replayed(add)
     for _ in range(4):

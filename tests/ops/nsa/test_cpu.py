@@ -27,7 +27,8 @@ def test_the_choice(name):
     truth, eager = (reference.choice_scores(tensors["q"].to(t), k_cmp.to(t), **scored, cu_seqlens=cu_seqlens) for t in (torch.float64, torch.float32))
     assert compare_choices(options["block_indices"], truth, eager) == ""
     alone = select_blocks(tensors["q"], k_cmp, **scored, block_count=options["block_count"], cu_seqlens=cu_seqlens, backend="cpu")
-    assert torch.equal(alone, options["block_indices"])
+    # Other means by a rounding, so that scores that are equal but for one may change places.
+    assert compare_choices(alone, truth, eager) == ""
 
 
 def test_equal_scores_go_to_the_lower_index():

@@ -31,10 +31,12 @@ class NotReplayableError(Exception):
 
 
 class Step(NamedTuple):
-    """One operation or launch on the slots, and the slots that it reads."""
+    """One operation or launch on the slots, the slots that it reads and makes, and whether those are all that it does."""
 
-    run: Callable[[Slots], None]
+    run: Callable[[Slots], Any]
     reads: frozenset[int]
+    made: tuple[int, ...] = ()
+    pure: bool = False
 
 
 def _filler(values: Sequence[Any], slot_of: Callable[[torch.Tensor], int]) -> tuple[Filler, frozenset[int]]:
@@ -65,13 +67,20 @@ def _filler(values: Sequence[Any], slot_of: Callable[[torch.Tensor], int]) -> tu
     return fill, frozenset([slot for _, slot in tensors] + [slot for _, slot, _, _ in descriptors])
 
 
+def _same_address(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a kernel that is given one tensor's memory could be given the other's: a view of it that begins where it begins."""
+    same_memory = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.data_ptr() == y.data_ptr() != 0
+    return same_memory and x.dtype == y.dtype and x.device == y.device
+
+
 class _Recorder(TorchDispatchMode):
     """Inside, torch's operations become steps, and so do launches, which come through `launched`. Tensors are known by their slots."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         # By id, and not kept alive: a plan's memory must not all live at once when it is recorded. A later tensor may have an earlier one's id.
-        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # Beside a tensor's slot that of the first tensor at the same address, of which it is a view: for a launch they are the same.
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._launching = False
         self.size = 0
         self.steps: list[Step] = []
@@ -84,16 +93,24 @@ class _Recorder(TorchDispatchMode):
             raise NotReplayableError(f"a value was looked at: {type(x).__name__}")
         if any(x is y for y in arguments):
             return self.slot_of(x)
-        self._slots[id(x)] = weakref.ref(x), self.size
+        at = next((self.address_of(y) for y in arguments if isinstance(y, torch.Tensor) and _same_address(x, y)), self.size)
+        self._slots[id(x)] = weakref.ref(x), self.size, at
         self.size += 1
         return self.size - 1
 
-    def slot_of(self, x: torch.Tensor) -> int:
-        """The slot of an argument, or of what was made of it."""
-        known, slot = self._slots.get(id(x), (None, -1))
+    def _known(self, x: torch.Tensor) -> tuple[int, int]:
+        known, slot, at = self._slots.get(id(x), (None, -1, -1))
         if known is None or known() is not x:
             raise NotReplayableError("a tensor that is no argument and was not made here")
-        return slot
+        return slot, at
+
+    def slot_of(self, x: torch.Tensor) -> int:
+        """The slot of an argument, or of what was made of it."""
+        return self._known(x)[0]
+
+    def address_of(self, x: torch.Tensor) -> int:
+        """A slot whose tensor lies at the same address."""
+        return self._known(x)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
@@ -105,9 +122,8 @@ class _Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         fill, reads = _filler([*args, *named.values()], self.slot_of)
         several = isinstance(result, (tuple, list))
-        made = [self._place(x, args) for x in (result if several else [result])]
+        made = tuple(self._place(x, args) for x in (result if several else [result]))
         count, names, name = len(args), tuple(named), func.overloadpacket.__name__
-
         fresh = name in FACTORIES
 
         def call(slots: Slots) -> Any:
@@ -118,16 +134,7 @@ class _Recorder(TorchDispatchMode):
         def allocate(_slots: Slots) -> Any:
             return getattr(torch, name)(*args, **named)
 
-        run = allocate if fresh and not reads else call
-
-        def one(slots: Slots) -> None:
-            slots[made[0]] = run(slots)
-
-        def many(slots: Slots) -> None:
-            for slot, x in zip(made, run(slots), strict=True):
-                slots[slot] = x
-
-        self.steps.append(Step(many if several else one, reads))
+        self.steps.append(Step(allocate if fresh and not reads else call, reads, made, not func._schema.is_mutable))
 
     def launched(self, launch: launching.Launch, start: Callable[[launching.Launch], launching.Started]) -> None:
         """Start a launch and record it."""
@@ -136,9 +143,20 @@ class _Recorder(TorchDispatchMode):
             started = start(launch)
         finally:
             self._launching = False
-        fill, reads = _filler(started.values, self.slot_of)
+        fill, reads = _filler(started.values, self.address_of)
         again = started.again
         self.steps.append(Step(lambda slots: again(fill(slots)), reads))
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[int | None]) -> list[Step]:
+    """The steps without those whose results nobody reads, such as views that are there for their shapes alone."""
+    wanted = set(outputs)
+    kept = []
+    for step in reversed(steps):
+        if not step.pure or not wanted.isdisjoint(step.made):
+            wanted |= step.reads
+            kept.append(step)
+    return kept[::-1]
 
 
 class Plan:
@@ -149,17 +167,23 @@ class Plan:
         self._make = getattr(type(result), "_make", tuple)
         self._outputs = [None if x is None else recorder.slot_of(x) for x in (result if self._several else [result])]
         self._room = recorder.size - inputs
-        last = {slot: i for i, step in enumerate(recorder.steps) for slot in step.reads}
+        steps = _needed(recorder.steps, self._outputs)
+        last = {slot: i for i, step in enumerate(steps) for slot in step.reads}
         # Memory is free for others as soon as nobody reads it any more.
         self._steps = [
-            (step.run, [slot for slot in step.reads if last[slot] == i and slot not in self._outputs]) for i, step in enumerate(recorder.steps)
+            (step.run, step.made, [slot for slot in step.reads if last[slot] == i and slot not in self._outputs]) for i, step in enumerate(steps)
         ]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The function's result for other tensors."""
         slots: Slots = [*tensors, *(None,) * self._room]
-        for run, done in self._steps:
-            run(slots)
+        for run, made, done in self._steps:
+            result = run(slots)
+            if len(made) == 1:
+                slots[made[0]] = result
+            else:
+                for slot, x in zip(made, result or (), strict=True):
+                    slots[slot] = x
             for slot in done:
                 slots[slot] = None
         results = [None if slot is None else slots[slot] for slot in self._outputs]
