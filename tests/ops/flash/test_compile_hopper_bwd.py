@@ -35,9 +35,12 @@ def test_causal(channels):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["ordered", "free"])
-@pytest.mark.parametrize("variant", ["plain", "causal", "groups", "packed", "softcap", "all"])
-@pytest.mark.parametrize(
-    ("dtype", "channels", "values"), [("float16", 40, 40), ("bfloat16", 64, 64), ("bfloat16", 128, 128), ("bfloat16", 128, 64), ("bfloat16", 64, 96)]
-)
-def test_every_variant(dtype, channels, values, variant, order):
-    check(dtype, channels, values, variant, order)
+@pytest.mark.parametrize("variant", ["plain", "groups", "packed", "softcap", "all"])
+def test_every_variant(variant, order):
+    check("bfloat16", 128, 128, variant, order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "channels", "values"), [("float16", 40, 40), ("bfloat16", 64, 64), ("bfloat16", 128, 64), ("bfloat16", 64, 96)])
+def test_every_width(dtype, channels, values):
+    check(dtype, channels, values, "all")

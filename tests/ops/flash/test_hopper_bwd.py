@@ -11,17 +11,26 @@ import torch
 
 from tilewise import flash_attention, registry
 from tilewise.ops._host.launching import capture
-from tilewise.ops.flash import launch
-from tilewise.verify.result import Check, Implementation
+from tilewise.ops.flash import configs_hopper, launch
+from tilewise.verify.result import BATCH_ORDER, UNREPEATABLE, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_cases import FORWARD
 
+# Asked for when the process starts: what is replayed must not be another kernel's.
 needs_hopper = pytest.mark.skipif(
-    "not __import__('torch').cuda.is_available() or __import__('torch').cuda.get_device_capability() != (9, 0)", reason="needs a Hopper GPU"
+    not configs_hopper.ASKED_FOR or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU and TILEWISE_HOPPER=1",
 )
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setattr(configs_hopper, "ASKED_FOR", True)
+
+
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
 
 
@@ -105,11 +114,12 @@ def test_deterministic_reaches_the_kernel():
 
 
 def check(case, dtype, deterministic):
-    """As `battery.check`."""
+    """As `battery.check`; freely, sums may differ by their order from run to run, and in that alone."""
     found = registry.find("flash")
     function = partial(found.load("function"), backend="triton", deterministic=deterministic)
     result = Runner(found, function).run(Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype))
-    assert result.passed, "\n".join(result_lines(result, verbose=False))
+    by_order = set() if deterministic else {BATCH_ORDER, UNREPEATABLE}
+    assert set(result.statuses) <= by_order, "\n".join(result_lines(result, verbose=False))
 
 
 @needs_hopper
@@ -189,10 +199,12 @@ def test_neighbours_never_reach_a_sequence(channels, deterministic):
 @pytest.mark.gpu
 def test_memory_around_strided_tensors_never_reaches_them():
     plain = tensors(*[(2, 311, 2, 72)] * 4)
-    around = [torch.full((2, 400, 3, 96), torch.nan, dtype=x.dtype, device="cuda") for x in plain]
-    cut = [big[:, :311, :2, 8:80].copy_(x) for big, x in zip(around, plain, strict=True)]
-    actual = gradients(*cut, causal=True)
-    assert same(actual, gradients(*plain, causal=True))
+
+    def cut(around):
+        return [torch.full((2, 400, 3, 96), around, dtype=x.dtype, device="cuda")[:, :311, :2, 8:80].copy_(x) for x in plain]
+
+    actual = gradients(*cut(torch.nan), causal=True)
+    assert same(actual, gradients(*cut(0.0), causal=True))
     assert all(x.isfinite().all() for x in actual)
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
     """Whether the Hopper kernels run this call, which also reads `gradients`. Gluon has no interpreter: a CPU's tensors are for the others."""
+    if not configs_hopper.ASKED_FOR:
+        return False
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or launching.observed()):
         return False
