@@ -93,6 +93,132 @@ def release(done, free, turns, i_block, walk, first_tile):
 
 
 @gluon.jit
+def mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr):
+    """Pᵀ with 0 where a query does not see a key: as `mask.keep` has it, counted from the warpgroup's first key, `i_nw`."""
+    off, left, right = limits
+    o_n = gl.expand_dims(gl.arange(0, HALF_N, gl.SliceLayout(1, b_pT.type.layout)), 1)
+    o_q = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, b_pT.type.layout)) + (i_tile * BLOCK_M + off - i_nw), 0)
+    m_keep = o_n < n_keys - i_nw
+    if HAS_RIGHT:
+        m_keep = m_keep & (o_n <= o_q + right)
+    if HAS_LEFT:
+        m_keep = m_keep & (o_n >= o_q - left)
+    return gl.where(m_keep, b_pT, 0.0)
+
+
+@gluon.jit
+def score_gradients(
+    none_s, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
+):  # fmt: skip
+    """Pᵀ and dSᵀ of a query tile, once it is there, and a warpgroup's keys, rounded as products take them; a tile outside of `whole` is masked."""
+    b_k, b_v = keys
+    b_q, b_do = queries
+    lses, deltas = rows
+    q_full, do_full = full
+    whole_low, whole_high = whole
+    _, scale_log2, score_scale = scales
+    row_layout: gl.constexpr = gl.SliceLayout(0, none_s.type.layout)
+    mbarrier.wait(q_full.index(stage), phase)
+    # [N, D] @ [D, M] -> [N, M]
+    s_flying = warpgroup_mma(b_k, b_q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
+    # [N, DV] @ [DV, M] -> [N, M]
+    dp_flying = warpgroup_mma(b_v, b_do.permute((1, 0)), none_s, use_acc=False, is_async=True)
+    b_sT = warpgroup_mma_wait(1, deps=(s_flying,))
+    if SOFTCAP:
+        b_sT = cap_scores(b_sT, score_scale)
+    b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
+    if (i_tile < whole_low) | (i_tile >= whole_high):
+        b_pT = mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+    b_pT_low = b_pT.to(b_do.dtype)
+    if SOFTCAP:
+        b_pT = b_pT * (1.0 - b_sT * b_sT)
+    b_dpT = warpgroup_mma_wait(0, deps=(dp_flying,))
+    b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
+    return b_pT_low, b_dsT
+
+
+@gluon.jit
+def sum_offsets(BLOCK_M: gl.constexpr, HALF_D: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """Where the elements of a half of dQ's columns lie, from its first on, in a tile of the sums."""
+    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, DQ_LAYOUT))
+    o_d = gl.arange(0, HALF_D, gl.SliceLayout(0, DQ_LAYOUT))
+    # [D / 8, M, 8]
+    return gl.expand_dims(o_m * 8, 1) + gl.expand_dims((o_d // 8) * (8 * BLOCK_M) + o_d % 8, 0)
+
+
+@gluon.jit
+def add_to_sums(
+    b_dq, target, turn, step, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """Adds to a step's tile of dQ: ORDERED, in the block's turn, and the first block that meets the tile writes, for nobody has cleared it."""
+    p_sums, o_dq, first_tile, n_slots_q = target
+    go, i_block, off, left = turn
+    i_step, i_tile, i_g = step
+    p_dq = p_sums + (first_tile + i_g * n_slots_q + i_tile).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
+    if ORDERED:
+        mbarrier.wait(go.index(i_step % TURNS), (i_step // TURNS) & 1)
+        if i_block == first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N):
+            gl.store(p_dq, b_dq)
+        else:
+            gl.atomic_add(p_dq, b_dq, sem="relaxed")
+    else:
+        gl.atomic_add(p_dq, b_dq, sem="relaxed")
+
+
+@gluon.jit
+def add_products(
+    acc_dk, acc_dv, none_dq, b_pT, b_dsT, queries, columns, staged, exchange, half, target, turn, step,
+    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """dK and dV with a step's products added; its dQ, this warpgroup's columns from the dSᵀ of both, is added in memory meanwhile."""
+    b_q, b_do = queries
+    b_k0, b_k1 = columns
+    mine, others, _ = exchange
+    i_step, _, _ = step
+    staged.index(half * 2 + W).store(b_dsT)
+    fence_async_shared()
+    # [N, M] @ [M, DV] -> [N, DV], under the wait for the other warpgroup
+    dv_flying = warpgroup_mma(gl.convert_layout(b_pT, gl.DotOperandLayout(0, acc_dv.type.layout, 2)), b_do, acc_dv, is_async=True)
+    # One thread arrives for all: their stores must be done.
+    thread_barrier()
+    mbarrier.arrive(mine.index(half), count=1)
+    # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
+    mbarrier.wait(others.index(half), (i_step // 2) & 1)
+    # [M, N] @ [N, D / 2] -> [M, D / 2]
+    dq_flying = warpgroup_mma(staged.index(half * 2).permute((1, 0)), b_k0, none_dq, use_acc=False, is_async=True)
+    dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
+    # [N, M] @ [M, D] -> [N, D], under the additions to dQ
+    dk_flying = warpgroup_mma(gl.convert_layout(b_dsT, gl.DotOperandLayout(0, acc_dk.type.layout, 2)), b_q, acc_dk, is_async=True)
+    b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
+    add_to_sums(b_dq, target, turn, step, HAS_LEFT, ORDERED, BLOCK_M, BLOCK_N, BLOCK_D)
+    acc_dk = warpgroup_mma_wait(0, deps=(dk_flying,))
+    return acc_dk, acc_dv
+
+
+@gluon.jit
+def write_gradients(outputs, tiles, keys, acc_dk, acc_dv, finished, rows_k, i_nw, scale, PACKED: gl.constexpr):
+    """A warpgroup's rows of dK and dV, by way of the shared memory that held K and V."""
+    dk, dv = outputs
+    k_tile, v_tile = tiles
+    i_b, i_hk, start_k, n_keys = rows_k
+    b_k, b_v = keys
+    # V's rows of this warpgroup are read by nobody else; K's are, for dQ.
+    b_v.store(acc_dv.to(b_v.dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(dv, v_tile, i_b, i_hk, start_k, n_keys, i_nw, PACKED)
+    mbarrier.arrive(finished.index(0), count=1)
+    mbarrier.wait(finished.index(0), 0)
+    b_k.store((acc_dk * scale).to(b_k.dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(dk, k_tile, i_b, i_hk, start_k, n_keys, i_nw, PACKED)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def consume(
     arguments,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
@@ -100,24 +226,19 @@ def consume(
 ):  # fmt: skip
     """Warpgroup W: HALF_N keys' part of every step, one half of dQ's columns, and at the end its rows of dK and dV."""
     outputs, buffers, staged, barriers, exchange, order, rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales = arguments
-    dk, dv = outputs
     qs, ks, vs, dos, lses, deltas = buffers
     kv_full, q_full, do_full, empty = barriers
-    mine, others, finished = exchange
     go, done = order
     off, left, right = limits
     last, n_steps, group, n_slots_q = walk
-    scale, scale_log2, score_scale = scales
-    i_b, i_hk, start_k, n_keys = rows_k
+    n_keys = rows_k[3]
     HALF_D: gl.constexpr = BLOCK_D // 2
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
 
-    b_k = as_matrix(ks.index(W), HALF_N, BLOCK_D)
-    b_v = as_matrix(vs.index(W), HALF_N, BLOCK_DV)
+    keys = (as_matrix(ks.index(W), HALF_N, BLOCK_D), as_matrix(vs.index(W), HALF_N, BLOCK_DV))
     # The columns of all keys that this warpgroup's half of dQ is made of.
     b_k0 = as_matrix(ks.index(0), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
     b_k1 = as_matrix(ks.index(1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
@@ -125,13 +246,11 @@ def consume(
     acc_dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
     none_s = gl.zeros([HALF_N, BLOCK_M], gl.float32, score_layout)
     none_dq = gl.zeros([BLOCK_M, HALF_D], gl.float32, dq_layout)
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, dq_layout))
-    o_d = gl.arange(0, HALF_D, gl.SliceLayout(0, dq_layout))
-    # [D / 8, M, 8]
-    o_dq = gl.expand_dims(o_m * 8, 1) + gl.expand_dims((o_d // 8) * (8 * BLOCK_M) + o_d % 8, 0)
-    p_sums = sums + W * (HALF_D * BLOCK_M)
+    o_dq = sum_offsets(BLOCK_M, HALF_D, dq_layout)
+    target = (sums + W * (HALF_D * BLOCK_M), o_dq, first_tile, n_slots_q)
+    turn = (go, i_block, off, left)
     i_nw = i_n + W * HALF_N
-    whole_low, whole_high = whole_tiles(i_nw, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+    whole = whole_tiles(i_nw, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
 
     for I in gl.static_range(2):
         mbarrier.wait(kv_full.index(I), 0)
@@ -140,92 +259,32 @@ def consume(
         stage = i_step % STAGES
         phase = (i_step // STAGES) & 1
         half = i_step % 2
-        b_q = as_matrix(qs.index(stage), BLOCK_M, BLOCK_D)
-        b_do = as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV)
-        mbarrier.wait(q_full.index(stage), phase)
-        # [N, D] @ [D, M] -> [N, M]
-        s_flying = warpgroup_mma(b_k, b_q.permute((1, 0)), none_s, use_acc=False, is_async=True)
-        mbarrier.wait(do_full.index(stage), phase)
-        # [N, DV] @ [DV, M] -> [N, M]
-        dp_flying = warpgroup_mma(b_v, b_do.permute((1, 0)), none_s, use_acc=False, is_async=True)
-        b_sT = warpgroup_mma_wait(1, deps=(s_flying,))
-        if SOFTCAP:
-            b_sT = cap_scores(b_sT, score_scale)
-        b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
-        if (i_tile < whole_low) | (i_tile >= whole_high):
-            # As `mask.keep` has it, counted from this warpgroup's first key.
-            o_n = gl.expand_dims(gl.arange(0, HALF_N, gl.SliceLayout(1, score_layout)), 1)
-            o_q = gl.expand_dims(gl.arange(0, BLOCK_M, row_layout) + (i_tile * BLOCK_M + off - i_nw), 0)
-            m_keep = o_n < n_keys - i_nw
-            if HAS_RIGHT:
-                m_keep = m_keep & (o_n <= o_q + right)
-            if HAS_LEFT:
-                m_keep = m_keep & (o_n >= o_q - left)
-            b_pT = gl.where(m_keep, b_pT, 0.0)
-        b_pT_low = b_pT.to(b_do.dtype)
-        if SOFTCAP:
-            b_pT = b_pT * (1.0 - b_sT * b_sT)
-        b_dpT = warpgroup_mma_wait(0, deps=(dp_flying,))
-        b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
-        staged.index(half * 2 + W).store(b_dsT)
-        fence_async_shared()
-        # [N, M] @ [M, DV] -> [N, DV], under the wait for the other warpgroup
-        dv_flying = warpgroup_mma(gl.convert_layout(b_pT_low, gl.DotOperandLayout(0, dv_layout, 2)), b_do, acc_dv, is_async=True)
-        # One thread arrives for all: their stores must be done.
-        thread_barrier()
-        mbarrier.arrive(mine.index(half), count=1)
-        # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
-        mbarrier.wait(others.index(half), (i_step // 2) & 1)
-        # [M, N] @ [N, D / 2] -> [M, D / 2]
-        dq_flying = warpgroup_mma(staged.index(half * 2).permute((1, 0)), b_k0, none_dq, use_acc=False, is_async=True)
-        dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
-        # [N, M] @ [M, D] -> [N, D], under the additions to dQ
-        dk_flying = warpgroup_mma(gl.convert_layout(b_dsT, gl.DotOperandLayout(0, dk_layout, 2)), b_q, acc_dk, is_async=True)
-        b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
-        p_dq = p_sums + (first_tile + i_g * n_slots_q + i_tile).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
-        if ORDERED:
-            mbarrier.wait(go.index(i_step % TURNS), (i_step // TURNS) & 1)
-            if i_block == first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, 2 * HALF_N):
-                gl.store(p_dq, b_dq)
-            else:
-                gl.atomic_add(p_dq, b_dq, sem="relaxed")
-        else:
-            gl.atomic_add(p_dq, b_dq, sem="relaxed")
-        acc_dk = warpgroup_mma_wait(0, deps=(dk_flying,))
+        queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
+        b_pT, b_dsT = score_gradients(
+            none_s, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, BLOCK_M, HALF_N,
+        )  # fmt: skip
+        acc_dk, acc_dv = add_products(
+            acc_dk, acc_dv, none_dq, b_pT, b_dsT, queries, (b_k0, b_k1), staged, exchange, half, target, turn, (i_step, i_tile, i_g),
+            W, HAS_LEFT, ORDERED, BLOCK_M, 2 * HALF_N, BLOCK_D,
+        )  # fmt: skip
         thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         if ORDERED:
             mbarrier.arrive(done.index(i_step % TURNS), count=1)
-
-    # V's rows of this warpgroup are read by nobody else; K's are, for dQ.
-    b_v.store(acc_dv.to(b_v.dtype))
-    fence_async_shared()
-    thread_barrier()
-    store_tile(dv, vs.index(W), i_b, i_hk, start_k, n_keys, i_nw, PACKED)
-    mbarrier.arrive(finished.index(0), count=1)
-    mbarrier.wait(finished.index(0), 0)
-    b_k.store((acc_dk * scale).to(b_k.dtype))
-    fence_async_shared()
-    thread_barrier()
-    store_tile(dk, ks.index(W), i_b, i_hk, start_k, n_keys, i_nw, PACKED)
-    tma.store_wait(0)
+    write_gradients(outputs, (ks.index(W), vs.index(W)), keys, acc_dk, acc_dv, exchange[2], rows_k, i_nw, scales[0], PACKED)
 
 
-@gluon.jit(do_not_specialize=SIZES)
-def flash_bwd_hopper_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, sums, turns, tickets, cu_q, cu_k, n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys,
-    together, left, right, scale, scale_log2, score_scale,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+@gluon.jit
+def locate_block(
+    place, sizes, together, group, left, right, cu_q, cu_k,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    # Grid: slots of BLOCK_N keys x key heads x batch, in one axis.
-    # Owns: BLOCK_N keys of one key head.
-    # Loops over: the query tiles that meet them, and in each the group's query heads.
-    # Writes: its rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
-    HALF_N: gl.constexpr = BLOCK_N // 2
-    place = gl.program_id(0)
-    if ORDERED:
-        place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    """The block of keys at a place in the order of work: its number, its rows of K, and whether it waits for the block before it.
+
+    Then what it meets: the rows of the group's first query head, that head's first tile, and the walk through the tiles.
+    """
+    n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys = sizes
     n_heads = n_heads_k
     if not PACKED:
         n_heads = n_heads_k * n_batch
@@ -245,66 +304,86 @@ def flash_bwd_hopper_kernel(
         slot_q = first_slot(i_b, cu_q, n_queries, BLOCK_M)
         start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
         start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
-    i_n = i_block * BLOCK_N
-    low, high = query_tiles(i_n, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    low, high = query_tiles(i_block * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     # Tiles of one query head lie n_slots_q apart from those of the next.
     first_tile = i_head * group * n_slots_q + slot_q
     walk = (high - 1, (high - low) * group, group, n_slots_q)
     rows_q = (i_b, i_hk * group, start_q, n_queries)
     rows_k = (i_b, i_hk, start_k, n_keys)
-    limits = (n_keys - n_queries, left, right)
+    return i_block, rows_k, waits, rows_q, first_tile, walk
 
+
+@gluon.jit
+def allocate_buffers(descriptors, STAGES: gl.constexpr):
+    """Shared memory for STAGES tiles of Q and dO with their rows' LSE and delta, and for both warpgroups' K and V."""
+    q, k, v, do, lse_log2, delta = descriptors
     qs = allocate_tiles(q, STAGES)
     dos = allocate_tiles(do, STAGES)
     ks = allocate_tiles(k, 2)
     vs = allocate_tiles(v, 2)
     lses = allocate_tiles(lse_log2, STAGES)
     deltas = allocate_tiles(delta, STAGES)
+    return qs, ks, vs, dos, lses, deltas
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flash_bwd_hopper_kernel(
+    q, k, v, do, dk, dv, lse_log2, delta, sums, turns, tickets, cu_q, cu_k, n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys,
+    together, left, right, scale, scale_log2, score_scale,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    # Grid: slots of BLOCK_N keys x key heads x batch, in one axis.
+    # Owns: BLOCK_N keys of one key head.
+    # Loops over: the query tiles that meet them, and in each the group's query heads.
+    # Writes: its rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    place = gl.program_id(0)
+    if ORDERED:
+        place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    sizes = (n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys)
+    i_block, rows_k, waits, rows_q, first_tile, walk = locate_block(
+        place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    i_n = i_block * BLOCK_N
+    n_queries, n_keys = rows_q[3], rows_k[3]
+    limits = (n_keys - n_queries, left, right)
+    scales = (scale, scale_log2, score_scale)
+
+    descriptors = (q, k, v, do, lse_log2, delta)
+    buffers = allocate_buffers(descriptors, STAGES)
     # dSᵀ of both warpgroups, twice.
     staged = gl.allocate_shared_memory(q.dtype, [4, HALF_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], q.dtype))
-    buffers = (qs, ks, vs, dos, lses, deltas)
-    kv_full = allocate_barriers(2, 1)
-    q_full = allocate_barriers(STAGES, 1)
-    do_full = allocate_barriers(STAGES, 1)
-    # Both warpgroups let go of a query tile, add to dQ, and are done with K.
-    empty = allocate_barriers(STAGES, 2)
+    # K and V, Q, and dO are there; both warpgroups let go of a query tile.
+    barriers = (allocate_barriers(2, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
+    # Both have added to dQ, and are done with K.
     done = allocate_barriers(TURNS, 2)
     finished = allocate_barriers(1, 2)
     go = allocate_barriers(TURNS, 1)
-    ready0 = allocate_barriers(2, 1)
-    ready1 = allocate_barriers(2, 1)
-    barriers = (kv_full, q_full, do_full, empty)
-    descriptors = (q, k, v, do, lse_log2, delta)
-    scales = (scale, scale_log2, score_scale)
+    ready0, ready1 = allocate_barriers(2, 1), allocate_barriers(2, 1)
+    # fmt: off
     consume0 = (
         (dk, dv), buffers, staged, barriers, (ready0, ready1, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
         scales,
-    )  # fmt: skip
+    )
     consume1 = (
         (dk, dv), buffers, staged, barriers, (ready1, ready0, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
         scales,
-    )  # fmt: skip
+    )
     produce = (descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile)
     if ORDERED:
         free = allocate_barriers(TURNS, 1)
-        gl.warp_specialize(
-            [
-                (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-                (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-                (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
-                (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
-                (release, (done, free, turns, i_block, walk, first_tile)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
+        gl.warp_specialize([
+            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
+            (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
+            (release, (done, free, turns, i_block, walk, first_tile)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
-        gl.warp_specialize(
-            [
-                (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-                (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-                (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        gl.warp_specialize([
+            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
+        ], [4, 1], [240, 24])
+    # fmt: on
