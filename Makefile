@@ -40,7 +40,7 @@ test: lint types
 	$(BIN)/pytest -n auto -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/pytest -n auto -m slow
+	$(BIN)/pytest -n auto --dist worksteal -m slow $(SLOW)
 
 test-all: lint types
 	$(BIN)/pytest -n auto

@@ -1,6 +1,7 @@
 """How much memory a call takes at its peak."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,11 @@ def grows_as_square(peaks: list[int], tokens: int) -> bool:
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     """Bytes that torch allocates while `call` runs, at the most at once."""
+    with _no_collection():
+        return _peak(call, device)
+
+
+def _peak(call: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -57,6 +63,19 @@ def _totals(profile: Any) -> dict[int, int]:
             size, total = event.extra_fields.alloc_size, event.extra_fields.total_allocated
             most[size] = max(total, most.get(size, total))
     return most
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What earlier calls left in cycles is gone, and what the call leaves stays: else the peak would depend on when Python collects."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

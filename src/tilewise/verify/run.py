@@ -1,6 +1,5 @@
 """One check: the function under test beside the truth in fp64 and eager torch in the same precision, all with gradients."""
 
-import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -81,7 +80,6 @@ class Runner:
                 if single.device.type == "cuda":
                     # What compiling holds on to is not the method's.
                     call()
-                    gc.collect()
                 peaks.append(peak_memory(call, single.device))
             except Exception as error:
                 return (_error(error),)
