@@ -75,7 +75,7 @@ BUGS = {
     "tail mask": ("_tile.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0", ["--block-n", "128"], "block 0, S", "the mask: row 0 sees key 64"),
     "V index": ("flash.kernels_fwd", "load_rows(v_rows, i_n,", "load_rows(v_rows, i_n + 1,", [], "block 0, V", "shifted by -1 row"),
     "LSE": ("_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
-    "delta": ("flash.kernels_bwd", "b_delta = tl.sum(b_o * b_do, 1)", "b_delta = tl.sum(b_o, 1)", ["--direction", "backward"], "delta", "rowsum"),
+    "delta": ("_tile.delta", "b_delta = tl.sum(b_o * b_do, 1)", "b_delta = tl.sum(b_o, 1)", ["--direction", "backward"], "delta", "rowsum"),
     "dS": (
         "_tile.softmax",
         "b_ds = b_p * (b_dp - b_delta)",

@@ -9,6 +9,7 @@ from tilewise.inspect.operators import Operator
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash import configs, launch, launch_hopper
 from tilewise.ops.flash.configs import Config
+from tilewise.ops.flash.configs_hopper import asked_for
 from tilewise.sanity.flash import Entry
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
@@ -38,7 +39,7 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
     o, lse = _results(inputs)
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
     found: list[Labelled] = []
-    with as_if_on(architecture):
+    with as_if_on(architecture), asked_for():
         if launch_hopper.takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
         if launch_hopper.takes("backward", inputs):

@@ -10,9 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from compile_launches import print_facts
 
 from tilewise.inspect.flash import hopper
-from tilewise.ops.flash import configs_hopper
 
-configs_hopper.ASKED_FOR = True
 words = iter(sys.argv[2:])
 problems = list(itertools.zip_longest(words, words, words))
 found = [one for channels, values, variant in problems for one in hopper(90, getattr(torch, sys.argv[1]), int(channels), int(values), variant)]

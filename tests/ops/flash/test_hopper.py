@@ -23,8 +23,9 @@ needs_hopper = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setattr(configs_hopper, "ASKED_FOR", True)
+def asked_for():
+    with configs_hopper.asked_for():
+        yield
 
 
 @pytest.mark.parametrize("case", FORWARD)

@@ -27,8 +27,9 @@ needs_hopper = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setattr(configs_hopper, "ASKED_FOR", True)
+def asked_for():
+    with configs_hopper.asked_for():
+        yield
 
 
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]

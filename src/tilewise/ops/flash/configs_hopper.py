@@ -3,8 +3,10 @@
 Chosen by compiling for sm_90 with the assembler of Triton 3.6: no spills, and shared memory that a block may have.
 """
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tilewise.ops.flash.configs import TINY_KEYS, Problem
@@ -13,6 +15,18 @@ Direction = Literal["forward", "backward"]
 
 # They are run where they are asked for, until every figure in the documents is theirs.
 ASKED_FOR = os.environ.get("TILEWISE_HOPPER") == "1"
+
+
+@contextlib.contextmanager
+def asked_for() -> Iterator[None]:
+    """Inside they are asked for: to look at what would be launched, for what is replayed may be other kernels'."""
+    global ASKED_FOR
+    before, ASKED_FOR = ASKED_FOR, True
+    try:
+        yield
+    finally:
+        ASKED_FOR = before
+
 
 ARCHITECTURE = 90
 # Channels as tiles hold them: the tensor memory accelerator fills up with zeros.

@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     Mutant("dk-dv-swapped", "dk holds dv and dv holds dk", "flash.kernels_bwd", f"{_STORE_DK} {_STORE_DV}", f"{_SWAP_DV}; {_SWAP_DK}"),
     Mutant("delta-dropped", "softmax's second gradient term is dropped", "_tile.softmax", "b_ds = b_p * (b_dp - b_delta)", "b_ds = b_p * b_dp"),
-    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
     Mutant("group-sum-lost", "dK and dV of one query head of the group alone", "flash.kernels_bwd", "i_hk * group + group)", "i_hk * group + 1)"),

@@ -33,7 +33,7 @@ SELECTED = (
     Mutant("packed-start", "every sequence starts where the first does", "_tile.varlen", "start, n_tokens = sequence_bounds(p_cu, i_b, n_tokens)",
            "start, n_tokens = sequence_bounds(p_cu, i_b, n_tokens); start = start * 0"),
     Mutant("delta-dropped", "softmax's second gradient term is dropped", _BWD, _PAIRS, "b_ds = b_p * b_dp"),
-    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant("dq-unscaled", "dQ lacks the scale", _BWD, "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "nsa.selected", "acc_dk.mul_(inputs.scale)", "acc_dk"),
     Mutant(
@@ -66,7 +66,7 @@ ATTEND = (
     ),
     Mutant("lse-in-log2", "the LSE is a logarithm to base 2", _FWD, "total * 0.6931471805599453", "total"),
     Mutant("delta-dropped", "softmax's second gradient term is dropped", _BWD, _PAIRS, "b_ds = b_p * b_dp"),
-    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant(
         "dq-unscaled", "dQ lacks the scale", _BWD,
         "tl.dot(b_ds, b_k, input_precision=PRECISION) * scale", "tl.dot(b_ds, b_k, input_precision=PRECISION)",
@@ -94,7 +94,7 @@ COMPRESSED = (
     Mutant("empty-row-shift", "-inf minus -inf", "_tile.softmax", 'shift = tl.where(m_new == float("-inf"), 0.0, m_new)', "shift = m_new"),
     Mutant("lse-in-log2", "the LSE is a logarithm to base 2", "_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)"),
     Mutant("delta-dropped", "softmax's second gradient term is dropped", "_tile.softmax", "b_ds = b_p * (b_dp - b_delta)", "b_ds = b_p * b_dp"),
-    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "flash.kernels_bwd", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
     Mutant(
