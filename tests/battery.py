@@ -44,10 +44,18 @@ def first_quick(values: Iterable[Any]) -> list:
     return [pytest.param(value, marks=[pytest.mark.slow] if i and not torch.cuda.is_available() else []) for i, value in enumerate(values)]
 
 
+# Half a minute and more on a CPU that has no bf16.
+LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long-full")
+
+
 def cpu_cases(*operators: str) -> list:
-    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case, are slow."""
+    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case and of long ones, are slow."""
+
+    def slow(i: int, case: str, dtype: str) -> bool:
+        return dtype == "fp16" or (dtype == "bf16" and (i % 2 == 0 or case in LONG_IN_BF16))
+
     return [
-        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if dtype == "fp16" or (dtype == "bf16" and i % 2 == 0) else [])
+        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if slow(i, case.name, dtype) else [])
         for operator in operators
         for i, case in enumerate(registry.find(operator).load("suite").cases)
         for dtype in DTYPES
