@@ -29,8 +29,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    # The longest begin first.
-    items.sort(key=lambda item: item.path.name != "test_mutants.py")
+    # The longest are spread over the list, of which every worker gets a part: none is left to the end.
+    longest = [item for item in items if item.path.name == "test_mutants.py"]
+    others = [item for item in items if item.path.name != "test_mutants.py"]
+    for i, item in enumerate(longest):
+        others.insert(i * (len(items) // len(longest)), item)
+    items[:] = others
 
 
 def pytest_runtest_setup(item):

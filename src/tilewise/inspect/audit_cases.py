@@ -12,6 +12,7 @@ from tilewise.ops._host.launching import Launch, capture
 from tilewise.ops.bsa import launch as bsa
 from tilewise.ops.bsa.options import Options
 from tilewise.ops.flash import launch as flash
+from tilewise.ops.flash.configs_hopper import asked_for
 from tilewise.ops.hstu import launch as hstu
 from tilewise.ops.nsa import index
 from tilewise.ops.nsa import launch as nsa
@@ -91,9 +92,9 @@ def _offsets(packed: bool) -> torch.Tensor | None:
     return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32) if packed else None
 
 
-def _words(packed: bool, far: bool = False, batch: int = 2) -> str:
+def _words(packed: bool, far: bool = False, batch: int = 2, heads: int = HEADS) -> str:
     many = f"packed sequences of {', '.join(f'{length:,}' for length in LENGTHS)} tokens" if packed else f"{batch} x {TOKENS:,} tokens"
-    return f"{many}, {HEADS} heads of {CHANNELS}" + (f", {FAR:,} elements from token to token" if far else "")
+    return f"{many}, {heads} heads of {CHANNELS}" + (f", {FAR:,} elements from token to token" if far else "")
 
 
 def _layouts() -> Iterator[tuple[str, int, bool, int]]:
@@ -103,18 +104,27 @@ def _layouts() -> Iterator[tuple[str, int, bool, int]]:
 
 
 def _flash() -> Iterator[Case]:
-    def call(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, **mask: Any) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, deterministic: bool = True, **mask: Any) -> None:
         options = {"causal": False, "left": -1, "right": -1, "scale": 0.1, "softcap": 0.0} | mask
         inputs = flash.make_inputs(q, k, k, cu, cu, **options)
         o, lse = flash.forward(inputs)
-        flash.backward(inputs, o, lse, q, lse)
+        flash.backward(inputs, o, lse, q, lse, deterministic=deterministic)
+
+    def on_hopper(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None) -> None:
+        with asked_for():
+            for deterministic in (True, False):
+                call(q, k, cu, deterministic, causal=True)
+                call(q, k, cu, deterministic, left=6_000_000, right=2_000_000)
 
     for words, architecture, packed, stride in _layouts():
         q, k, cu = _rows(HEADS, packed=packed, stride=stride), _rows(KEY_HEADS, packed=packed, stride=stride), _offsets(packed)
-        # Hopper has kernels of its own: what it would run without them runs on Blackwell.
-        for one in (90, 100) if architecture == 90 else (architecture,):
-            yield Case(f"{words}, causal, sm_{one}", one, partial(call, q, k, cu, causal=True))
-            yield Case(f"{words}, a wide window, sm_{one}", one, partial(call, q, k, cu, left=6_000_000, right=2_000_000))
+        yield Case(f"{words}, causal", architecture, partial(call, q, k, cu, causal=True))
+        yield Case(f"{words}, a wide window", architecture, partial(call, q, k, cu, left=6_000_000, right=2_000_000))
+    for packed in (False, True):
+        # As many heads as Hopper's backward takes of so many tokens.
+        heads = 192 if packed else 96
+        q, k, cu = _rows(heads, packed=packed), _rows(heads // 4, packed=packed), _offsets(packed)
+        yield Case(f"{_words(packed, heads=heads)}, Hopper's own kernels", 90, partial(on_hopper, q, k, cu))
     short, batch = 16, TOKENS // 16
     q, k = (_rows(heads, batch=batch, tokens=short) for heads in (HEADS, KEY_HEADS))
     yield Case(f"{batch:,} sequences of {short} tokens, {HEADS} heads of {CHANNELS}", 90, partial(call, q, k, None))

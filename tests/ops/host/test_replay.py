@@ -173,14 +173,16 @@ def test_operations_in_place_views_and_several_results(replays, device):
         z = add(x, y)
         z += x
         rows, columns = z.view(2, -1).unbind(0)
-        return add(rows, columns.contiguous()), None, z
+        (alone,) = z.view(1, -1).unbind(0)
+        return add(rows, columns.contiguous()), None, z, alone
 
     for i in range(4):
         x, y = torch.full((64,), float(i), device=device), torch.arange(64.0, device=device)
-        first, nothing, second = function(x, y)
+        first, nothing, second, third = function(x, y)
         expected = 2 * x + y
         assert nothing is None
         assert torch.equal(second, expected)
+        assert torch.equal(third, expected)
         assert torch.equal(first, expected[:32] + expected[32:])
     assert len(replays) == 2
 

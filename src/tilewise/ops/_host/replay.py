@@ -179,11 +179,8 @@ class Plan:
         slots: Slots = [*tensors, *(None,) * self._room]
         for run, made, done in self._steps:
             result = run(slots)
-            if len(made) == 1:
-                slots[made[0]] = result
-            else:
-                for slot, x in zip(made, result or (), strict=True):
-                    slots[slot] = x
+            for slot, x in zip(made, result if isinstance(result, (tuple, list)) else (result,), strict=False):
+                slots[slot] = x
             for slot in done:
                 slots[slot] = None
         results = [None if slot is None else slots[slot] for slot in self._outputs]

@@ -1,6 +1,7 @@
 """Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
 
-Chosen by compiling for sm_90 with the assembler of Triton 3.6: no spills, and shared memory that a block may have.
+Chosen by compiling for sm_90 with the assembler of Triton 3.6: no spills, but for a few bytes at 256 channels and under softcap, and shared memory
+that a block may have.
 """
 
 import contextlib
