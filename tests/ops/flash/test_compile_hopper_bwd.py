@@ -9,11 +9,14 @@ SCRIPT = Path(__file__).with_name("compile_hopper_bwd.py")
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
 
 
+# Bytes that a thread spills at 128 channels, the more of what Triton 3.6.0 and 3.9.0 give: what the end of the kernel needs is kept in memory during
+# the loop, and masked tiles and softcap keep some there in theirs.
+SPILLED = {"plain": 76, "causal": 116, "groups": 112, "packed": 156, "softcap": 200, "all": 248}
+
+
 def most_spilled(channels: int, values: int, variant: str) -> int:
-    """Bytes that a thread may spill, outside of the loop but with softcap: what the end of the kernel needs is kept in memory meanwhile."""
-    if channels <= 64 or values <= 64:
-        return 40
-    return 300 if variant in ("softcap", "all") else 150
+    """Bytes that a thread may spill."""
+    return SPILLED[variant] if min(channels, values) > 64 else 40
 
 
 def check(dtype: str, channels: int, values: int, variant: str, order: str = "ordered") -> None:
