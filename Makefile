@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Triton's oldest release that the package takes: put before the one that is installed.
+OLDEST := $(VENV)/triton-3.6.0
 
-.PHONY: help verify bench test test-all test-slow inspect docs lint types format clean
+.PHONY: help verify bench test test-all test-slow test-oldest inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
 	@echo "make bench     install, then time every operator beside what a user would pick instead, into bench/"
 	@echo "make test      install, then lint, types and tests"
 	@echo "make test-all  the same with the tests marked slow"
+	@echo "make test-oldest  install the oldest Triton that the package takes, then compile the Hopper kernels with it"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
@@ -44,6 +47,12 @@ test-slow: $(READY)
 
 test-all: lint types
 	$(BIN)/pytest -n auto
+
+$(OLDEST): $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+test-oldest: $(OLDEST)
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest -n auto tests/ops/flash/test_compile_hopper.py tests/ops/flash/test_compile_hopper_bwd.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check

@@ -45,7 +45,7 @@ def first_quick(values: Iterable[Any]) -> list:
 
 
 # Half a minute and more on a CPU that has no bf16.
-LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long-full")
+LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long-full", "long-128", "long-packed")
 
 
 def cpu_cases(*operators: str) -> list:

@@ -55,7 +55,7 @@ def test_wrong_usage():
     assert invoke("--kernel", "999").exit_code == 2
     unknown = CliRunner().invoke(cli.app, ["sanity", "flush"])
     assert unknown.exit_code == 2
-    assert "expected one of flash, nsa-compressed, nsa-selected" in " ".join(unknown.output.split())
+    assert "expected one of flash, flash-hopper, nsa-compressed, nsa-selected" in " ".join(unknown.output.split())
 
 
 def test_a_wrong_configuration_fails_and_is_placed(monkeypatch):

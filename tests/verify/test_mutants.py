@@ -37,6 +37,13 @@ def test_every_bug_can_be_planted(operator):
         compile(planted, mutant.name, "exec")
 
 
+def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
+    suite = flash.SUITE
+    assert suite.planted(None) == suite.planted((8, 0)) == flash.MUTANTS
+    assert suite.planted((9, 0)) == suite.mutants
+    assert len(suite.mutants) - len(flash.MUTANTS) >= 15
+
+
 def test_a_weak_check_scores_less_than_all(monkeypatch):
     """Without a mask in the one case, a bug in the mask gets away; a missing scale does not."""
     chosen = tuple(mutant for mutant in flash.MUTANTS if mutant.name in ("missing-scale", "delta-dropped", "causal-long", "softcap-ignored"))

@@ -13,6 +13,7 @@ from tilewise.verify.implementation import UsageError
 # Each of these has an OPERATOR.
 MODULES = {
     "flash": "tilewise.sanity.flash",
+    "flash-hopper": "tilewise.sanity.flash_hopper",
     "nsa-compressed": "tilewise.sanity.nsa_compressed",
     "nsa-selected": "tilewise.sanity.nsa_selected",
     "hstu": "tilewise.sanity.hstu",

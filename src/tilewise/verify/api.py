@@ -6,7 +6,7 @@ from typing import Any
 from tilewise import interpreter, registry
 from tilewise.registry import Operator
 from tilewise.verify.implementation import UsageError, check_signature
-from tilewise.verify.plan import DTYPES, implementations, plan
+from tilewise.verify.plan import DTYPES, implementations, plan, planted
 from tilewise.verify.result import INTERNAL, SEED, Check, MutantResult, Report, Result, Settings
 from tilewise.verify.search import find_failure
 from tilewise.verify.suite import GROWTH, Suite
@@ -92,14 +92,15 @@ def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], set
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
     kernels = next((i for i in implementations(operator) if i.name == "triton"), None)
-    if kernels is None or not suite.mutants:
+    mutants = planted(operator)
+    if kernels is None or not mutants:
         raise UsageError(f"no bugs can be planted in {operator.name}: they live in kernels, and none of its runs here (see tilewise doctor)")
     names = list(configs) or [case.name for case in suite.standard(kernels.device, kernels.interpreted)]
     # One dtype after the other: most bugs show in any.
     order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
     checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
-    jobs = [Job(checks, mutant.name, until_failure=True) for mutant in suite.mutants]
-    for mutant, results in zip(suite.mutants, run_jobs(jobs), strict=True):
+    jobs = [Job(checks, mutant.name, until_failure=True) for mutant in mutants]
+    for mutant, results in zip(mutants, run_jobs(jobs), strict=True):
         last = results[-1]
         if INTERNAL in last.statuses:
             raise RuntimeError(f"verify itself failed on the planted bug {mutant.name}: {last.findings[0].message}")

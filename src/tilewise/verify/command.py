@@ -13,7 +13,7 @@ from tilewise.registry import Operator
 from tilewise.verify.api import find_operator, run_checks, score, search_failures
 from tilewise.verify.implementation import UsageError
 from tilewise.verify.json_report import as_json
-from tilewise.verify.plan import plan
+from tilewise.verify.plan import plan, planted
 from tilewise.verify.result import Check, Report, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import mutant_line, result_lines, verdict_lines
@@ -49,7 +49,7 @@ def run_request(request: Request, console: Console) -> bool:
     plans = [(operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings)) for operator in operators]
     report = Report()
     with _progress(console) as progress:
-        total = sum(len(checks) for _, checks in plans) + (sum(len(_suite(operator).mutants) for operator in operators) if request.mutants else 0)
+        total = sum(len(checks) for _, checks in plans) + (sum(len(planted(operator)) for operator in operators) if request.mutants else 0)
         task = progress.add_task("", total=total)
         for line in _run(request, plans, report):
             _print(console, line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tilewise.registry import Operator
 from tilewise.verify.implementation import UsageError
 from tilewise.verify.result import Check, Implementation, Settings
-from tilewise.verify.suite import GROWTH, Suite
+from tilewise.verify.suite import GROWTH, Mutant, Suite
 
 DTYPES = ("fp32", "fp16", "bf16")
 
@@ -27,6 +27,18 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
     if not chosen:
         raise UsageError(f"TILEWISE_BACKEND is {wanted!r}: expected one that runs here, {' or '.join(i.name for i in found)}")
     return chosen
+
+
+def planted(operator: Operator) -> tuple[Mutant, ...]:
+    """The bugs whose kernels run here."""
+    import torch
+
+    from tilewise.ops._host.backend import interpreting
+    from tilewise.ops.flash import configs_hopper
+
+    suite: Suite = operator.load("suite")
+    compiled = torch.cuda.is_available() and not interpreting()
+    return suite.planted(torch.cuda.get_device_capability() if compiled and configs_hopper.ASKED_FOR else None)
 
 
 def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:

@@ -34,13 +34,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug: in the source of `module` (under tilewise.ops), `old` is replaced by `new` wherever it stands."""
+    """A planted bug: in the source of `module` (under tilewise.ops), `old` is replaced by `new` wherever it stands.
+
+    With a `capability`, its kernels run on GPUs of that compute capability alone.
+    """
 
     name: str
     about: str
     module: str
     old: str
     new: str
+    capability: tuple[int, int] | None = None
 
     def plant(self, source: str) -> str:
         """The source with the bug; a ValueError where `old` is not in it, for then nothing would be planted."""
@@ -72,6 +76,10 @@ class Suite:
             problem.check()
             return Case(text, "", problem)
         raise ValueError(f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem such as T=65,D=16")
+
+    def planted(self, capability: tuple[int, int] | None) -> tuple[Mutant, ...]:
+        """The bugs in kernels that run on a GPU of this compute capability; None where kernels are interpreted."""
+        return tuple(mutant for mutant in self.mutants if mutant.capability in (None, capability))
 
     def standard(self, device: str, interpreted: bool) -> tuple[Case, ...]:
         """The cases that run by default: all on a GPU; elsewhere no larger than `large`; interpreted, `small` and the narrow edge battery."""

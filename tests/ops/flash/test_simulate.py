@@ -1,11 +1,17 @@
 """The simulation is the algorithm: in fp64 it equals the reference, and in a kernel's precision what the kernel stores."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from tilewise.ops.flash import configs, launch, simulate
+from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.ops.flash.simulate import Options, Tiling
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulated import backward, forward
 
 TILES = sorted({(config.block_m, config.block_n) for rows in configs.TABLE.values() for row in rows for config in row})
 PROBLEMS = {
@@ -35,32 +41,6 @@ def reference(q, k, v, options):
     return o[0].transpose(0, 1), lse[0]
 
 
-def forward(q, k, v, tiling, options):
-    """All query tiles of one head: o and lse."""
-    tiles = [dict(simulate.forward(q, k, v, i_m, tiling, options)) for i_m in range(0, q.shape[0], tiling.block_m)]
-    return torch.cat([t["O_final"] for t in tiles])[: q.shape[0]], torch.cat([t["LSE"] for t in tiles])[: q.shape[0]]
-
-
-def backward(q, k, v, o, lse, do, dlse, tiling, options):
-    """dq [G, Tq, D], dk and dv of one key head."""
-    delta, lse_log2 = zip(*(simulate.prepare(*rows) for rows in zip(o, do, lse, dlse, strict=True)), strict=True)
-    rows = zip(q, do, lse_log2, delta, strict=True)
-    dq = torch.stack(
-        [
-            torch.cat([dict(simulate.backward_dq(a, k, v, b, c, d, i_m, tiling, options))["dQ_final"] for i_m in range(0, len(a), tiling.block_m)])[
-                : len(a)
-            ]
-            for a, b, c, d in rows
-        ]
-    )
-    ends = [
-        dict(simulate.backward_dkdv(q, k, v, do, torch.stack(lse_log2), torch.stack(delta), i_n, tiling, options))
-        for i_n in range(0, k.shape[0], tiling.block_n)
-    ]
-    dk, dv = (torch.cat([end[name] for end in ends])[: k.shape[0]] if ends else k.new_zeros(0) for name in ("dK_final", "dV_final"))
-    return dq, dk, dv
-
-
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_forward_equals_the_reference_in_fp64(problem, tiles):
@@ -81,10 +61,11 @@ def test_backward_equals_the_reference_in_fp64(problem, tiles):
     q, k, v, do, dlse = (x.requires_grad_() for x in tensors(queries, keys, group=2))
     o, lse = reference(q, k, v, options)
     expected = torch.autograd.grad([o, lse], [q, k, v], [do, dlse])
-    with torch.no_grad():
-        ours = backward(q, k, v, o, lse, do, dlse, Tiling(*tiles), options)
-    for actual, truth in zip(ours, expected, strict=True):
-        torch.testing.assert_close(actual.reshape(truth.shape), truth, rtol=0, atol=1e-10)
+    for reverse in (False, True):
+        with torch.no_grad():
+            ours = backward(q, k, v, o, lse, do, dlse, Tiling(*tiles, reverse=reverse), Tiling(*tiles), options)
+        for actual, truth in zip(ours, expected, strict=True):
+            torch.testing.assert_close(actual.reshape(truth.shape), truth, rtol=0, atol=1e-10)
 
 
 @pytest.mark.gpu
@@ -120,7 +101,7 @@ def test_the_kernel_stores_what_the_simulation_makes(problem, tiles, dtype, devi
         torch.testing.assert_close(o[0, :, head].float(), ours, **close)
         torch.testing.assert_close(lse[0, head], ours_lse, rtol=0, atol=2e-5)
     heads_first = o[0].transpose(0, 1)
-    gradients = backward(q, k, v, heads_first, lse[0], do, dlse.float(), tiling, options)
+    gradients = backward(q, k, v, heads_first, lse[0], do, dlse.float(), tiling, tiling, options)
     for actual, simulated in zip((dq[0].transpose(0, 1), dk[0, :, 0], dv[0, :, 0]), gradients, strict=True):
         scale = max(1.0, simulated.abs().max().item())
         torch.testing.assert_close(actual.float() / scale, simulated.float() / scale, **close)

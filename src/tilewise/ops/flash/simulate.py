@@ -18,7 +18,11 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e; `reverse` walks keys back."""
+    """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e.
+
+    `reverse` walks from the last tile to the first; for dK and dV, the heads of a group inside each tile, not outside. The kernels for Hopper do, in
+    the forward and for dK and dV; their dQ takes blocks of keys from the first on.
+    """
 
     block_m: int
     block_n: int
@@ -219,15 +223,16 @@ def backward_dkdv(
 ) -> Iterator[Named]:
     """Key tile `i_n` of one key head, for its group's query heads or one part of them: q [G, Tq, D], do [G, Tq, Dv], lse_log2 and delta [G, Tq].
 
-    K, V; for each head and query tile, counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and dV_final. Scores and
-    their like are [M, N] here, and transposed in the kernel.
+    K, V; for each head and query tile, in the tiling's order and counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and
+    dV_final. Scores and their like are [M, N] here, and transposed in the kernel.
     """
     queries, keys, state = q.shape[1], k.shape[0], state_dtype(q)
     b_k, b_v = tile(k, i_n, tiling.block_n), tile(v, i_n, tiling.block_n)
     yield from (("K", b_k), ("V", b_v))
     acc_dk = torch.zeros(tiling.block_n, k.shape[1], dtype=state, device=q.device)
     acc_dv = torch.zeros(tiling.block_n, v.shape[1], dtype=state, device=q.device)
-    pairs = [(head, i_m) for head in range(q.shape[0]) for i_m in query_blocks(i_n, queries, keys, tiling, options)]
+    blocks, heads = query_blocks(i_n, queries, keys, tiling, options), range(q.shape[0])
+    pairs = [(head, i_m) for i_m in blocks[::-1] for head in heads] if tiling.reverse else [(head, i_m) for head in heads for i_m in blocks]
     for step, (head, i_m) in enumerate(pairs):
         b_q, b_do = tile(q[head], i_m, tiling.block_m), tile(do[head], i_m, tiling.block_m)
         yield f"Q_{step}", b_q

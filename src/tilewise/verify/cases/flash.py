@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from tilewise.verify.cases.flash_hopper_mutants import HOPPER
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
 from tilewise.verify.suite import Case, Mutant, Suite
 
@@ -170,7 +171,14 @@ CASES = (
     _case("d-192-dv-256", "D 192, Dv 256", T=130, H=1, D=192, Dv=256, causal=True),
     _case("d-256", "D 256, a window on both sides", T=150, H=1, D=256, window=(70, 20)),
     _case("packed-128", "packed, D 128", lengths=(130, 0, 257, 1), H=2, Hk=1, D=128, causal=True),
-)
+    _case("long-128", "513 tokens, D 128, 2 query heads for a key head", T=513, H=4, Hk=2, D=128, causal=True),
+    _case("long-empty", "causal, Tq 600 > Tk 333, scale -0.3: whole tiles of rows see no key", T=600, Tk=333, D=72, scale=-0.3, causal=True),
+    _case("long-window", "450 queries, 700 keys, a window on both sides, softcap", T=450, Tk=700, D=96, window=(150, 40), softcap=5.0),
+    _case(
+        "long-packed", "packed, long and short, queries and keys apart, D 80, Dv 128",
+        lengths=(300, 0, 1, 450), lengths_k=(310, 5, 60, 300), H=4, Hk=2, D=80, Dv=128, causal=True,
+    ),
+)  # fmt: skip
 
 _KEEP_RIGHT = "o_n <= o_m + (off + right)"
 _KEEP_LEFT = "o_n >= o_m + (off - left)"
@@ -246,4 +254,4 @@ def draw(draw: Callable[[Any], Any]) -> Flash:
     )
 
 
-SUITE = Suite(Flash, CASES, growth=Flash(T=256, H=1, D=16, causal=True), draw=draw, mutants=MUTANTS)
+SUITE = Suite(Flash, CASES, growth=Flash(T=256, H=1, D=16, causal=True), draw=draw, mutants=MUTANTS + HOPPER)

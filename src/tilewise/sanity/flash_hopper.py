@@ -1,0 +1,138 @@
+"""Tiles of flash attention's kernels for Hopper, each run on a problem of its own; they have no interpreter, and want such a GPU."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.launching import run_all
+from tilewise.ops.flash import configs_hopper, launch, launch_hopper, launch_hopper_bwd
+from tilewise.ops.flash.configs import TINY_KEYS
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, FORWARD, FORWARD_CAPPED, WIDEST, Forward
+from tilewise.ops.flash.launch_hopper_bwd import BLOCK_M, BLOCK_N, STAGES
+from tilewise.ops.flash.reference import flash_attention
+from tilewise.sanity.operators import Operator
+from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.verify.implementation import UsageError
+
+HEADS = 2
+SOFTCAP = 5.0
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class ForwardEntry:
+    """The forward at channels of q and v, with or without softcap."""
+
+    channels: int
+    values: int
+    capped: bool
+    config: Forward
+
+    @property
+    def short(self) -> str:
+        """One word."""
+        tiles = f"{self.config.block_m}x{self.config.block_n}-g{self.config.groups}-s{self.config.stages}"
+        return f"fwd-bf16-d{self.channels}-dv{self.values}-{tiles}{'-softcap' if self.capped else ''}"
+
+    @property
+    def operations(self) -> int:
+        """Of one step: 2 for each multiplication and addition of its two products."""
+        return 2 * self.config.block_m * self.config.block_n * (self.channels + self.values)
+
+    @property
+    def step_bytes(self) -> int:
+        """Read from memory in one step: a tile of K and one of V."""
+        return ELEMENT_BYTES * self.config.block_n * (self.channels + self.values)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that the tiles take."""
+        return configs_hopper.shared_bytes(self.config, self.channels, self.values)
+
+    def fits(self) -> list[str]:
+        """Hopper alone."""
+        return ["hopper"]
+
+    @property
+    def tokens(self) -> int:
+        """Two tiles each way, and more than what is left to the portable kernels."""
+        return 2 * max(self.config.block_m, self.config.block_n) + TINY_KEYS
+
+
+@dataclass(frozen=True)
+class BackwardEntry:
+    """The backward at channels of q and v, dQ summed in a fixed order or freely."""
+
+    channels: int
+    values: int
+    ordered: bool
+
+    @property
+    def short(self) -> str:
+        """One word."""
+        return f"bwd-bf16-d{self.channels}-dv{self.values}-{BLOCK_M}x{BLOCK_N}-s{STAGES}-{'ordered' if self.ordered else 'free'}"
+
+    @property
+    def operations(self) -> int:
+        """Of one step: 2 for each multiplication and addition of its five products."""
+        return 2 * BLOCK_M * BLOCK_N * (3 * self.channels + 2 * self.values)
+
+    @property
+    def step_bytes(self) -> int:
+        """Read from memory in one step: a tile of Q and one of dO."""
+        return ELEMENT_BYTES * BLOCK_M * (self.channels + self.values)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that the tiles take, dSᵀ twice among them."""
+        return ELEMENT_BYTES * ((BLOCK_N + STAGES * BLOCK_M) * (self.channels + self.values) + 2 * BLOCK_M * BLOCK_N)
+
+    def fits(self) -> list[str]:
+        """Hopper alone."""
+        return ["hopper"]
+
+    @property
+    def tokens(self) -> int:
+        """Two blocks of keys, and more than what is left to the portable kernels."""
+        return 2 * BLOCK_N + TINY_KEYS
+
+
+Entry = ForwardEntry | BackwardEntry
+
+
+def entries() -> list[Entry]:
+    """Every pair of widths: the forward's tiles, those under softcap, and the backward in both orders."""
+    backward = [widths for widths in FORWARD if max(widths) <= WIDEST["backward"]]
+    return [
+        *(ForwardEntry(*widths, capped, config) for capped, table in ((False, FORWARD), (True, FORWARD_CAPPED)) for widths, config in table.items()),
+        *(BackwardEntry(*widths, ordered) for widths in backward for ordered in (True, False)),
+    ]
+
+
+def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
+    """The tensors that this configuration makes; `small` is some whole tiles each way, else 37 tokens more."""
+    if device.type != "cuda" or architecture(device) != ARCHITECTURE:
+        raise UsageError("these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list works anywhere")
+    tokens = entry.tokens + (0 if small else 37)
+    lead = (1, tokens, HEADS)
+    shapes = {"q": (*lead, entry.channels), "k": (*lead, entry.channels), "v": (*lead, entry.values), "do": (*lead, entry.values)}
+    q, k, v, do = filled(ELEMENT_BYTES, fill_rule, device, **shapes)
+    softcap = SOFTCAP if isinstance(entry, ForwardEntry) and entry.capped else 0.0
+    inputs = launch.make_inputs(q, k, v, None, None, True, -1, -1, entry.channels**-0.5, softcap)
+    reference = partial(flash_attention, causal=True, softcap=softcap)
+    if isinstance(entry, ForwardEntry):
+        return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
+    o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
+    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.ordered), reference, q, k, v, do)
+
+
+def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    o = torch.empty_like(inputs.v)
+    lse = torch.empty(1, HEADS, o.shape[1], dtype=torch.float32, device=o.device)
+    run_all([launch_hopper.forward_launch(inputs, o, lse, config)], o.device)
+    return o, lse
+
+
+OPERATOR = Operator(entries, run)

@@ -1,0 +1,76 @@
+"""Bugs planted in flash attention's kernels for Hopper, which run on such a GPU alone."""
+
+from functools import partial
+
+from tilewise.verify.suite import Mutant
+
+_FWD, _BWD, _SUM, _REACH = "flash.kernels_hopper_fwd", "flash.kernels_hopper_bwd", "flash.kernels_hopper_sum", "_tile.reach"
+_planted = partial(Mutant, capability=(9, 0))
+
+HOPPER = (
+    _planted(
+        "hopper-forgotten-rescale", "earlier sums keep the old maximum", _FWD,
+        "acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)", "acc = acc",
+    ),
+    _planted("hopper-wrong-kv-head", "all query heads take the first key head", _FWD, "i_h // group", "i_h * 0"),
+    _planted("hopper-sign-ignored", "a negative scale acts as a positive one", _FWD, "b_s = b_s * SIGN", "b_s = b_s"),
+    _planted(
+        "hopper-other-values", "a tile's probabilities meet the values of the next keys", _FWD,
+        "fetch_key_tile(v_desc, v_tiles, v_full, v_empty, stage, phase, place, row, PACKED)",
+        "fetch_key_tile(v_desc, v_tiles, v_full, v_empty, stage, phase, place, row + 8, PACKED)",
+    ),
+    _planted(
+        "hopper-diagonal-unmasked", "of the tiles that the right limit cuts, the last alone is masked", _FWD,
+        "masked = gl.maximum(end - whole_end, 1)", "masked = gl.to_tensor(1)",
+    ),
+    _planted(
+        "hopper-window-unmasked", "tiles that the left limit cuts count as whole", _FWD,
+        "whole = gl.maximum(end - whole_first, masked)", "whole = gl.maximum(end - first, masked)",
+    ),
+    _planted(
+        "hopper-lse-in-log2", "the LSE is a logarithm to base 2", _FWD, "(m + gl.log2(l)) * 0.6931471805599453", "m + gl.log2(l)",
+    ),
+    _planted("hopper-empty-row-nan", "a row that sees nothing divides 0 by 0", _FWD, "seen = l != 0.0", "seen = l >= 0.0"),
+    _planted(
+        "hopper-packed-start", "every sequence's keys start at token 0", _FWD,
+        "start_k, n_keys = sequence_bounds", "_, n_keys = sequence_bounds",
+    ),
+    _planted("hopper-rows-of-first", "all warpgroups mask as the first", _FWD, "o_m = i_m + W * ROWS + gl.arange", "o_m = i_m + gl.arange"),
+    _planted("hopper-backward-unmasked", "gradients see masked pairs", _BWD, "return gl.where(m_keep, b_pT, 0.0)", "return b_pT"),
+    _planted("hopper-causal-long", "the backward sees the next key", _BWD, "o_n <= o_q + right", "o_n <= o_q + right + 1"),
+    _planted("hopper-window-short", "the window's oldest key has no gradient", _BWD, "o_n >= o_q - left", "o_n > o_q - left"),
+    _planted(
+        "hopper-delta-dropped", "softmax's second gradient term is dropped", _BWD,
+        "(b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))", "b_dpT",
+    ),
+    _planted(
+        "hopper-softcap-gradient", "the cap's derivative is dropped", _BWD, "b_pT = b_pT * (1.0 - b_sT * b_sT)", "b_pT = b_pT",
+    ),
+    _planted("hopper-dk-unscaled", "dK lacks the scale", _BWD, "(acc_dk * scale)", "acc_dk"),
+    _planted(
+        "hopper-half-of-keys", "dQ has one warpgroup's keys twice", _BWD,
+        "staged.index(half * 2 + 1).permute", "staged.index(half * 2).permute",
+    ),
+    _planted("hopper-columns-swapped", "dQ's halves of columns are swapped", _BWD, ".slice(W * HALF_D,", ".slice((1 - W) * HALF_D,"),
+    _planted(
+        "hopper-sum-of-nothing", "the first block adds to memory that nobody has cleared", _BWD,
+        "if i_block == first_block(", "if i_block == -1 - first_block(",
+    ),
+    _planted(
+        "hopper-last-block-alone", "every block of keys overwrites dQ's sum", _BWD,
+        "if i_block == first_block(", "if i_block >= first_block(",
+    ),
+    _planted(
+        "hopper-group-sum-lost", "dK and dV of a group's first head, as often as there are heads", _REACH,
+        "return last - i_step // group, i_step % group", "return last - i_step // group, i_step % group * 0",
+    ),
+    _planted(
+        "hopper-diagonal-whole", "in the backward, tiles on the diagonal count as whole", _REACH,
+        "low = tl.cdiv(tl.maximum(i_n + (BLOCK_N - 1) - off - right, 0), BLOCK_M)", "low = 0",
+    ),
+    _planted(
+        "hopper-window-whole", "in the backward, tiles that the left limit cuts count as whole", _REACH,
+        "high = tl.maximum(i_n + 1 - off + left, 0) // BLOCK_M", "high = tl.cdiv(n_queries, BLOCK_M)",
+    ),
+    _planted("hopper-dq-unscaled", "dQ lacks the scale", _SUM, "b_dq * scale", "b_dq"),
+)  # fmt: skip

@@ -1,0 +1,44 @@
+"""The tiles of the kernels for Hopper: all listed anywhere, each right on such a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewise import cli
+from tilewise.ops.flash.configs import SHARED_MEMORY
+from tilewise.ops.flash.configs_hopper import FORWARD, FORWARD_CAPPED
+from tilewise.sanity.command import Request, run_sanity
+from tilewise.sanity.flash_hopper import BackwardEntry, ForwardEntry, entries
+
+ENTRIES = entries()
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("number", [pytest.param(i, id=entry.short) for i, entry in enumerate(ENTRIES)])
+def test_every_configuration_agrees(number):
+    (line, right), *_ = run_sanity(Request("flash-hopper", kernel=number))
+    assert right, line
+
+
+def test_the_tables_are_whole():
+    forward = [entry for entry in ENTRIES if isinstance(entry, ForwardEntry)]
+    assert {(entry.channels, entry.values): entry.config for entry in forward if not entry.capped} == FORWARD
+    assert {(entry.channels, entry.values): entry.config for entry in forward if entry.capped} == FORWARD_CAPPED
+    backward = [entry for entry in ENTRIES if isinstance(entry, BackwardEntry)]
+    assert {(entry.channels, entry.values, entry.ordered) for entry in backward} == set(itertools.product((64, 128), (64, 128), (True, False)))
+    assert len({entry.short for entry in ENTRIES}) == len(ENTRIES)
+    assert all(entry.shared_memory <= SHARED_MEMORY["hopper"] for entry in ENTRIES)
+
+
+def test_listed_anywhere_and_run_on_hopper_alone():
+    listed = CliRunner().invoke(cli.app, ["sanity", "flash-hopper", "--list"])
+    assert listed.exit_code == 0
+    assert len(listed.output.splitlines()) == len(ENTRIES)
+    if not HOPPER:
+        refused = CliRunner().invoke(cli.app, ["sanity", "flash-hopper"])
+        assert refused.exit_code == 2
+        assert "compute capability 9.0" in " ".join(refused.output.split())
