@@ -22,6 +22,8 @@ import tilewise
 # (batch, tokens, heads, channels)
 SHAPES = ((8, 2048, 16, 128), (1, 16384, 16, 128), (8, 2048, 32, 64), (1, 16384, 32, 64), (4, 4096, 48, 32))
 BASELINES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+# Ours, as called by default, and with dq summed in any order, which matters to the backward alone.
+OURS, FREE = "tilewise", "tilewise free"
 ROUNDS = 5
 
 
@@ -41,7 +43,10 @@ def attentions(causal: bool) -> dict[str, Callable[..., torch.Tensor]]:
 
         return attend
 
-    ours = {"tilewise": lambda q, k, v: tilewise.flash_attention(q, k, v, causal=causal)}
+    ours = {
+        OURS: lambda q, k, v: tilewise.flash_attention(q, k, v, causal=causal),
+        FREE: lambda q, k, v: tilewise.flash_attention(q, k, v, causal=causal, deterministic=False),
+    }
     return ours | {name: through_torch(backend) for name, backend in BASELINES.items()}
 
 
@@ -51,11 +56,12 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
     rows = []
     calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
     for name, attend in attentions(causal).items():
-        layout = (batch, tokens, heads, channels) if name == "tilewise" else (batch, heads, tokens, channels)
+        layout = (batch, heads, tokens, channels) if name in BASELINES else (batch, tokens, heads, channels)
         q, k, v = (torch.randn(layout, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         o = attend(q, k, v)
         do = torch.randn_like(o)
-        calls["forward"][name] = lambda attend=attend, q=q, k=k, v=v: attend(q, k, v)
+        if name != FREE:
+            calls["forward"][name] = lambda attend=attend, q=q, k=k, v=v: attend(q, k, v)
         calls["backward"][name] = lambda o=o, q=q, k=k, v=v, do=do: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
     for direction, functions in calls.items():
         times: dict[str, list[float]] = {name: [] for name in functions}
@@ -67,7 +73,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
         work = operations(*shape, causal, direction)
         row["milliseconds"] = {name: round(value, 4) for name, value in medians.items()}
         row["tflops"] = {name: round(work / value / 1e9, 1) for name, value in medians.items()}
-        row["ratio"] = {name: round(medians[name] / medians["tilewise"], 3) for name in BASELINES}
+        row["ratio"] = {name: round(medians[name] / medians[OURS], 3) for name in BASELINES}
+        if FREE in medians:
+            row["ratio_free"] = {name: round(medians[name] / medians[FREE], 3) for name in BASELINES}
         rows.append(row)
     return rows
 
@@ -116,14 +124,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
     rows = []
-    print(f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2")
+    print(f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2; free order")
     for shape in SHAPES:
         for causal in (False, True):
             for row in measure(shape, causal):
                 rows.append(row)
                 speed, ratio = row["tflops"], row["ratio"]
                 name = "B{} T{} H{} D{}".format(*shape)
-                figures = f"{speed['tilewise']:>9} {speed['cudnn']:>7} {speed['fa2']:>7}   {ratio['cudnn']:.2f}, {ratio['fa2']:.2f}"
+                figures = f"{speed[OURS]:>9} {speed['cudnn']:>7} {speed['fa2']:>7}   {ratio['cudnn']:.2f}, {ratio['fa2']:.2f}"
+                figures += f"; {row['ratio_free']['cudnn']:.2f}, {row['ratio_free']['fa2']:.2f}" if "ratio_free" in row else ""
                 print(f"{name:<24} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
     overhead = launch_overhead()
     print(f"launch overhead of one small forward: {overhead['inference']} µs in inference, {overhead['training']} µs in training")

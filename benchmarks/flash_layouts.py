@@ -1,0 +1,88 @@
+"""Times flash attention over packed sequences of unequal lengths beside equal ones, and with shared key heads beside one for each query head.
+
+python benchmarks/flash_layouts.py --json benchmarks/results/flash-layouts-h200.json
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from timing import environment, milliseconds
+
+import tilewise
+
+# (heads, channels), as benchmarks/flash.py has them.
+WIDTHS = ((16, 128), (32, 64))
+SEQUENCES, LONGEST = 16, 4096
+GROUP = 8
+
+
+def lengths(seed: int = 0) -> list[int]:
+    """Uniform from 1 to LONGEST."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=generator).tolist()
+
+
+def operations(of: list[int], heads: int, channels: int, causal: bool, direction: str) -> float:
+    """4 · H · D · T² of each sequence forward, half of it if causal; 2.5 times that backward."""
+    return 4 * heads * channels * sum(length**2 for length in of) * (0.5 if causal else 1.0) * (1.0 if direction == "forward" else 2.5)
+
+
+def calls(of: list[int], heads: int, heads_k: int, channels: int, causal: bool) -> dict[str, Callable[[], object]]:
+    """Forward and backward over packed sequences."""
+    tokens = sum(of)
+    offsets = torch.tensor([0, *of], device="cuda").cumsum(0).to(torch.int32)
+    q, k, v = (torch.randn(tokens, count, channels, device="cuda", dtype=torch.bfloat16, requires_grad=True) for count in (heads, heads_k, heads_k))
+
+    def attend() -> torch.Tensor:
+        return tilewise.flash_attention(q, k, v, causal=causal, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+    o = attend()
+    do = torch.randn_like(o)
+    return {"forward": attend, "backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}
+
+
+def measure(heads: int, channels: int, causal: bool) -> list[dict[str, object]]:
+    """Rates of unequal lengths, equal ones, and equal ones with GROUP query heads a key head, taken in turns."""
+    unequal = lengths()
+    equal = [sum(unequal) // SEQUENCES] * SEQUENCES
+    kinds = {"unequal": (unequal, heads), "equal": (equal, heads), "groups": (equal, heads // GROUP)}
+    made = {name: calls(of, heads, heads_k, channels, causal) for name, (of, heads_k) in kinds.items()}
+    rows = []
+    for direction in ("forward", "backward"):
+        times = milliseconds({name: both[direction] for name, both in made.items()})
+        rates = {name: operations(kinds[name][0], heads, channels, causal, direction) / time / 1e9 for name, time in times.items()}
+        row: dict[str, object] = {"heads": heads, "channels": channels, "causal": causal, "direction": direction, "milliseconds": times}
+        row["tflops"] = {name: round(rate, 1) for name, rate in rates.items()}
+        row["of_equal"] = {name: round(rates[name] / rates["equal"], 3) for name in ("unequal", "groups")}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Print a table, and save it as JSON on request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    rows = []
+    print(f"{'shape':<10} {'causal':<6} {'direction':<9} {'equal':>7} TFLOP/s; of that rate: unequal lengths, {GROUP} query heads a key head")
+    for heads, channels in WIDTHS:
+        for causal in (False, True):
+            for row in measure(heads, channels, causal):
+                rows.append(row)
+                share = row["of_equal"]
+                name = f"H{heads} D{channels}"
+                figures = f"{row['tflops']['equal']:>7}   {share['unequal']:.2f}, {share['groups']:.2f}"
+                print(f"{name:<10} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
+    if arguments.json:
+        result = {"environment": environment("python benchmarks/flash_layouts.py"), "unit": "TFLOP/s, bf16", "lengths": lengths(), "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
