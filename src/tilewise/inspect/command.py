@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilewise import registry
 from tilewise.environment import environment
 from tilewise.inspect import allowances
 from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import CARDS
+from tilewise.inspect.operators import PLACES
 from tilewise.inspect.pool import Pool
 from tilewise.inspect.request import Row, Wanted
 from tilewise.inspect.saved import read_rows, write_rows
@@ -71,7 +71,7 @@ def _check(request: Request) -> None:
         if any(value is not None for value in given) or request.sass or request.dtype != "bf16":
             raise UsageError("--check compiles the default configurations of all operators: it takes --update and --json, nothing else")
     elif request.operator is None:
-        raise UsageError(f"name an operator, one of {', '.join(registry.OPERATORS)}; or a file that --json wrote; or --check")
+        raise UsageError(f"name an operator, one of {', '.join(PLACES)}; or a file that --json wrote; or --check")
     if request.direction not in (None, "forward", "backward"):
         raise UsageError(f"there is no direction {request.direction!r}: expected forward or backward")
     if request.dtype not in DTYPES:
@@ -110,7 +110,8 @@ def _rows(request: Request, operator: str, console: Console) -> list[Row]:
     """What the command's own words name: a file, or an operator and what of it."""
     if _is_file(operator):
         return _kept(request, read_rows(Path(operator)))
-    wanted = Wanted((find_operator(operator).name,), request.impl, direction=request.direction or "", dtype=request.dtype, sass=request.sass)
+    name = operator if operator in PLACES and not request.impl else find_operator(operator).name
+    wanted = Wanted((name,), request.impl, direction=request.direction or "", dtype=request.dtype, sass=request.sass)
     if request.config and request.impl:
         wanted = replace(wanted, case=request.config)
     elif request.config:

@@ -7,10 +7,13 @@ import torch
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.inspect.operators import Operator
 from tilewise.ops._host.backend import as_if_on
-from tilewise.ops.flash import configs, launch, launch_hopper
+from tilewise.ops._host.launching import run_all
+from tilewise.ops.flash import configs, launch, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.flash.configs_hopper import asked_for
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, asked_for
 from tilewise.sanity.flash import Entry
+from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
+from tilewise.sanity.flash_hopper import Entry as HopperEntry
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -98,8 +101,7 @@ def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
     return [
         *launches(architecture, dtype, 64, "causal"),
         *launches(architecture, dtype, 128, "causal"),
-        *hopper(architecture, dtype, 64, 64, "causal"),
-        *hopper(architecture, dtype, 128, 128, "causal"),
+        *hopper_defaults(architecture, dtype),
     ]
 
 
@@ -109,4 +111,26 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
     return with_tiles(entry, architecture, label, launch.make_inputs(q, q, q, None, None, True, -1, -1, entry.channels**-0.5, 0.0))
 
 
+def hopper_defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
+    """Of the usual problems those by the kernels for Hopper: nothing on another architecture."""
+    return [*hopper(architecture, dtype, 64, 64, "causal"), *hopper(architecture, dtype, 128, 128, "causal")]
+
+
+def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
+    """One of their tile configurations, under a causal mask; of the backward the kernel with the products."""
+    if architecture != ARCHITECTURE:
+        return []
+    q, v = (_rows(False, TOKENS, HEADS, width, dtype) for width in (entry.channels, entry.values))
+    softcap = SOFTCAP if isinstance(entry, ForwardEntry) and entry.capped else 0.0
+    inputs = launch.make_inputs(q, q, v, None, None, True, -1, -1, entry.channels**-0.5, softcap)
+    o, lse = _results(inputs)
+    if isinstance(entry, ForwardEntry):
+        config = entry.config
+        return captured(architecture, label, "forward", lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device))
+    ordered = entry.ordered
+    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, ordered))
+    return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
+
+
 OPERATOR = Operator(defaults, configuration)
+HOPPER = Operator(hopper_defaults, hopper_configuration)

@@ -12,6 +12,7 @@ from tilewise.inspect.launches import Labelled
 # Module and name of each operator's launches.
 PLACES = {
     "flash": "flash:OPERATOR",
+    "flash-hopper": "flash:HOPPER",
     "nsa": "nsa:WHOLE",
     "nsa-compressed": "nsa:COMPRESSED",
     "nsa-selected": "nsa:SELECTED",

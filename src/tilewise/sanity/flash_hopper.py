@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs_hopper, launch, launch_hopper, launch_hopper_bwd
-from tilewise.ops.flash.configs import TINY_KEYS
+from tilewise.ops.flash.configs import TINY_KEYS, Family
 from tilewise.ops.flash.configs_hopper import ARCHITECTURE, FORWARD, FORWARD_CAPPED, WIDEST, Forward
 from tilewise.ops.flash.launch_hopper_bwd import BLOCK_M, BLOCK_N, STAGES
 from tilewise.ops.flash.reference import flash_attention
@@ -18,13 +19,15 @@ from tilewise.verify.implementation import UsageError
 
 HEADS = 2
 SOFTCAP = 5.0
-ELEMENT_BYTES = 2
+FAMILIES: tuple[Family, ...] = ("hopper",)
 
 
 @dataclass(frozen=True)
 class ForwardEntry:
     """The forward at channels of q and v, with or without softcap."""
 
+    families: ClassVar = FAMILIES
+    element_size: ClassVar = 2
     channels: int
     values: int
     capped: bool
@@ -44,7 +47,7 @@ class ForwardEntry:
     @property
     def step_bytes(self) -> int:
         """Read from memory in one step: a tile of K and one of V."""
-        return ELEMENT_BYTES * self.config.block_n * (self.channels + self.values)
+        return self.element_size * self.config.block_n * (self.channels + self.values)
 
     @property
     def shared_memory(self) -> int:
@@ -53,7 +56,7 @@ class ForwardEntry:
 
     def fits(self) -> list[str]:
         """Hopper alone."""
-        return ["hopper"]
+        return list(self.families)
 
     @property
     def tokens(self) -> int:
@@ -65,6 +68,8 @@ class ForwardEntry:
 class BackwardEntry:
     """The backward at channels of q and v, dQ summed in a fixed order or freely."""
 
+    families: ClassVar = FAMILIES
+    element_size: ClassVar = 2
     channels: int
     values: int
     ordered: bool
@@ -82,16 +87,16 @@ class BackwardEntry:
     @property
     def step_bytes(self) -> int:
         """Read from memory in one step: a tile of Q and one of dO."""
-        return ELEMENT_BYTES * BLOCK_M * (self.channels + self.values)
+        return self.element_size * BLOCK_M * (self.channels + self.values)
 
     @property
     def shared_memory(self) -> int:
         """Bytes that the tiles take, dSᵀ twice among them."""
-        return ELEMENT_BYTES * ((BLOCK_N + STAGES * BLOCK_M) * (self.channels + self.values) + 2 * BLOCK_M * BLOCK_N)
+        return self.element_size * ((BLOCK_N + STAGES * BLOCK_M) * (self.channels + self.values) + 2 * BLOCK_M * BLOCK_N)
 
     def fits(self) -> list[str]:
         """Hopper alone."""
-        return ["hopper"]
+        return list(self.families)
 
     @property
     def tokens(self) -> int:
@@ -118,7 +123,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     tokens = entry.tokens + (0 if small else 37)
     lead = (1, tokens, HEADS)
     shapes = {"q": (*lead, entry.channels), "k": (*lead, entry.channels), "v": (*lead, entry.values), "do": (*lead, entry.values)}
-    q, k, v, do = filled(ELEMENT_BYTES, fill_rule, device, **shapes)
+    q, k, v, do = filled(entry.element_size, fill_rule, device, **shapes)
     softcap = SOFTCAP if isinstance(entry, ForwardEntry) and entry.capped else 0.0
     inputs = launch.make_inputs(q, k, v, None, None, True, -1, -1, entry.channels**-0.5, softcap)
     reference = partial(flash_attention, causal=True, softcap=softcap)
