@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Triton's oldest release that the package takes: put before the one that is installed.
 OLDEST := $(VENV)/triton-3.6.0
+OLDEST_READY := $(OLDEST)/.ready
 
 .PHONY: help verify bench test test-all test-slow test-oldest inspect docs lint types format clean
 
@@ -48,10 +49,11 @@ test-slow: $(READY)
 test-all: lint types
 	$(BIN)/pytest -n auto
 
-$(OLDEST): $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+$(OLDEST_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) triton==3.6.0
+	@touch $@
 
-test-oldest: $(OLDEST)
+test-oldest: $(OLDEST_READY)
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest -n auto tests/ops/flash/test_compile_hopper.py tests/ops/flash/test_compile_hopper_bwd.py
 
 inspect: $(READY)

@@ -5,6 +5,7 @@ python benchmarks/flash.py --json benchmarks/results/flash-h200.json
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -22,7 +23,7 @@ import tilewise
 # (batch, tokens, heads, channels)
 SHAPES = ((8, 2048, 16, 128), (1, 16384, 16, 128), (8, 2048, 32, 64), (1, 16384, 32, 64), (4, 4096, 48, 32))
 BASELINES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-# Ours, as called by default, and with dq summed in any order, which matters to the backward alone.
+# Ours, as called by default, and with dq summed in any order, which matters to the backward of Hopper's own kernels alone.
 OURS, FREE = "tilewise", "tilewise free"
 ROUNDS = 5
 
@@ -113,6 +114,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "tilewise": tilewise.__version__,
         "command": "python benchmarks/flash.py",
+        "TILEWISE_HOPPER": os.environ.get("TILEWISE_HOPPER", ""),
     }
 
 

@@ -1,5 +1,6 @@
 """What the benchmarks share: times of calls taken in turns, and where they were taken."""
 
+import os
 import platform
 import statistics
 from collections.abc import Callable
@@ -36,4 +37,5 @@ def environment(command: str) -> dict[str, str]:
         "python": platform.python_version(),
         "tilewise": tilewise.__version__,
         "command": command,
+        "TILEWISE_HOPPER": os.environ.get("TILEWISE_HOPPER", ""),
     }

@@ -94,7 +94,7 @@ def verify(
 
 @app.command()
 def trace(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, flash-hopper, nsa-compressed, nsa-selected, hstu or bsa.")],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")],
     block_m: Annotated[int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")] = None,
     block_n: Annotated[int | None, typer.Option(help="Keys a tile (nsa-selected: a block); by default 64, of nsa operators 16.")] = None,
     kernel_index: Annotated[int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")] = None,
@@ -142,7 +142,7 @@ def trace(
 
 @app.command()
 def sanity(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, flash-hopper, nsa-compressed, nsa-selected, hstu or bsa.")],
     kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Mismatches by row, head and channel.")] = False,

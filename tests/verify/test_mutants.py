@@ -19,6 +19,7 @@ OPERATORS = registry.OPERATORS.values()
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_every_planted_bug_is_caught(operator):
     mutants = list(score(operator, (), DTYPES, Settings()))

@@ -73,8 +73,9 @@ def list_cases(operators: Sequence[str], console: Console) -> None:
         console.print(f"[bold]{operator.name}[/]: {operator.summary}", highlight=False)
         for case in suite.cases:
             console.print(f"  {case.name:<16} {case.about}  [dim]{case.problem}[/]", highlight=False)
-        if suite.mutants:
-            console.print(f"  {len(suite.mutants)} planted bugs: {', '.join(mutant.name for mutant in suite.mutants)}", highlight=False)
+        mutants = planted(operator)
+        if mutants:
+            console.print(f"  {len(mutants)} planted bugs: {', '.join(mutant.name for mutant in mutants)}", highlight=False)
 
 
 def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[str]:

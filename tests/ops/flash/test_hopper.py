@@ -28,7 +28,7 @@ def asked_for():
         yield
 
 
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", [*FORWARD, "packed-128", "long-128", "long-empty", "long-window", "long-packed"])
 def test_the_hopper_kernel_is_what_runs(case):
     assert forward_kernels(case) == ["flash_fwd_hopper_kernel"]
 

@@ -73,7 +73,11 @@ def backward_kernels(inputs, **options):
     return [one.kernel.__name__ for one in launches]
 
 
-@pytest.mark.parametrize("case", [*BACKWARD, *LONG])
+# Named cases of verify that alone can catch some of the bugs planted in these kernels.
+NAMED = ("packed-128", "long-128", "long-empty", "long-window", "long-packed")
+
+
+@pytest.mark.parametrize("case", [*BACKWARD, *LONG, *NAMED])
 def test_the_hopper_kernels_are_what_runs(case):
     assert backward_kernels(inputs_of(case)) == NAMES
 
