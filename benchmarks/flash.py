@@ -3,18 +3,13 @@
 python benchmarks/flash.py --json benchmarks/results/flash-h200.json
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import triton
+from timing import environment, save, where_to_save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -103,28 +98,9 @@ def launch_overhead() -> dict[str, float]:
     return {"inference": inference, "training": microseconds(lambda: tilewise.flash_attention(leaf, leaf, leaf))}
 
 
-def environment() -> dict[str, str]:
-    """Where the figures come from, and the command that repeats them."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-        "tilewise": tilewise.__version__,
-        "command": "python benchmarks/flash.py",
-        "TILEWISE_HOPPER": os.environ.get("TILEWISE_HOPPER", ""),
-    }
-
-
 def main() -> None:
     """Print a table, and save it as JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
+    path = where_to_save(__doc__)
     rows = []
     print(f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2; free order")
     for shape in SHAPES:
@@ -138,9 +114,8 @@ def main() -> None:
                 print(f"{name:<24} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
     overhead = launch_overhead()
     print(f"launch overhead of one small forward: {overhead['inference']} µs in inference, {overhead['training']} µs in training")
-    if arguments.json:
-        result = {"environment": environment(), "unit": "TFLOP/s, bf16", "launch_overhead_us": overhead, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"environment": environment("python benchmarks/flash.py"), "unit": "TFLOP/s, bf16", "launch_overhead_us": overhead, "rows": rows}
+    save(result, path)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 python benchmarks/flash_layouts.py --json benchmarks/results/flash-layouts-h200.json
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import environment, milliseconds
+from timing import environment, milliseconds, save, where_to_save
 
 import tilewise
 
@@ -64,11 +60,7 @@ def measure(heads: int, channels: int, causal: bool) -> list[dict[str, object]]:
 
 def main() -> None:
     """Print a table, and save it as JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
+    path = where_to_save(__doc__)
     rows = []
     print(f"{'shape':<10} {'causal':<6} {'direction':<9} {'equal':>7} TFLOP/s; of that rate: unequal lengths, {GROUP} query heads a key head")
     for heads, channels in WIDTHS:
@@ -79,9 +71,8 @@ def main() -> None:
                 name = f"H{heads} D{channels}"
                 figures = f"{row['tflops']['equal']:>7}   {share['unequal']:.2f}, {share['groups']:.2f}"
                 print(f"{name:<10} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
-    if arguments.json:
-        result = {"environment": environment("python benchmarks/flash_layouts.py"), "unit": "TFLOP/s, bf16", "lengths": lengths(), "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"environment": environment("python benchmarks/flash_layouts.py"), "unit": "TFLOP/s, bf16", "lengths": lengths(), "rows": rows}
+    save(result, path)
 
 
 if __name__ == "__main__":

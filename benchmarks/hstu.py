@@ -5,17 +5,13 @@ python benchmarks/hstu.py --json benchmarks/results/hstu-h200.json
 Dense operations are counted on real work: H · Σ L² · (D + Dv) forward for sequences of lengths L under a causal mask, 2.5 times that backward.
 """
 
-import argparse
 import itertools
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
-from timing import environment, milliseconds
+from timing import environment, milliseconds, save, where_to_save
 
 import tilewise
 
@@ -155,11 +151,7 @@ def sparse_row(shape: Shape) -> dict[str, object]:
 
 def main() -> None:
     """Print the figures, and save them as JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
+    path = where_to_save(__doc__)
     result: dict[str, object] = {"environment": environment("python benchmarks/hstu.py"), "unit": "ms, bf16"}
     for name, row, shapes in (("dense", dense_row, DENSE), ("block-sparse", sparse_row, SPARSE)):
         rows = []
@@ -168,8 +160,7 @@ def main() -> None:
             print(name, rows[-1], flush=True)
             torch.cuda.empty_cache()
         result[name] = rows
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, path)
 
 
 if __name__ == "__main__":

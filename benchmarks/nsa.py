@@ -3,16 +3,12 @@
 python benchmarks/nsa.py --json benchmarks/results/nsa-h200.json
 """
 
-import argparse
 import itertools
-import json
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import environment, milliseconds
+from timing import environment, milliseconds, save, where_to_save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -160,11 +156,7 @@ def overtakes(rows: list[dict], direction: str) -> float | None:
 
 def main() -> None:
     """Print tables, and save the figures as JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
+    path = where_to_save(__doc__)
     whole = []
     for tokens in LENGTHS:
         whole.append(whole_row(tokens))
@@ -181,16 +173,15 @@ def main() -> None:
     torch.cuda.empty_cache()
     beats = {direction: overtakes(whole, direction) for direction in ("forward", "backward")}
     print(f"beats dense from T = {beats['forward']} forward, {beats['backward']} backward")
-    if arguments.json:
-        result = {
-            "environment": environment("python benchmarks/nsa.py"),
-            "unit": "ms, bf16",
-            "selected": selected,
-            "parts": parts,
-            "whole": whole,
-            "beats_dense_from": beats,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "environment": environment("python benchmarks/nsa.py"),
+        "unit": "ms, bf16",
+        "selected": selected,
+        "parts": parts,
+        "whole": whole,
+        "beats_dense_from": beats,
+    }
+    save(result, path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""What the benchmarks share: times of calls taken in turns, and where they were taken."""
+"""What the benchmarks share: times of calls taken in turns, where they were taken, and the command line."""
 
+import argparse
+import json
 import os
 import platform
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import triton
@@ -39,3 +43,19 @@ def environment(command: str) -> dict[str, str]:
         "command": command,
         "TILEWISE_HOPPER": os.environ.get("TILEWISE_HOPPER", ""),
     }
+
+
+def where_to_save(about: str | None) -> Path | None:
+    """What the command line says of --json; ends the program where there is no GPU."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    path: Path | None = parser.parse_args().json
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    return path
+
+
+def save(result: Mapping[str, object], path: Path | None) -> None:
+    """As JSON, where that was asked for."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")

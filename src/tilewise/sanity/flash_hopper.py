@@ -23,13 +23,23 @@ FAMILIES: tuple[Family, ...] = ("hopper",)
 
 
 @dataclass(frozen=True)
-class ForwardEntry:
-    """The forward at channels of q and v, with or without softcap."""
+class _Widths:
+    """Channels of q and of v, in 16 bits."""
 
     families: ClassVar = FAMILIES
     element_size: ClassVar = 2
     channels: int
     values: int
+
+    def fits(self) -> list[str]:
+        """Hopper alone."""
+        return list(self.families)
+
+
+@dataclass(frozen=True)
+class ForwardEntry(_Widths):
+    """The forward, with or without softcap."""
+
     capped: bool
     config: Forward
 
@@ -54,10 +64,6 @@ class ForwardEntry:
         """Bytes that the tiles take."""
         return configs_hopper.shared_bytes(self.config, self.channels, self.values)
 
-    def fits(self) -> list[str]:
-        """Hopper alone."""
-        return list(self.families)
-
     @property
     def tokens(self) -> int:
         """Two tiles each way, and more than what is left to the portable kernels."""
@@ -65,13 +71,9 @@ class ForwardEntry:
 
 
 @dataclass(frozen=True)
-class BackwardEntry:
-    """The backward at channels of q and v, dQ summed in a fixed order or freely."""
+class BackwardEntry(_Widths):
+    """The backward, dQ summed in a fixed order or freely."""
 
-    families: ClassVar = FAMILIES
-    element_size: ClassVar = 2
-    channels: int
-    values: int
     ordered: bool
 
     @property
@@ -93,10 +95,6 @@ class BackwardEntry:
     def shared_memory(self) -> int:
         """Bytes that the tiles take, dSᵀ twice among them."""
         return self.element_size * ((BLOCK_N + STAGES * BLOCK_M) * (self.channels + self.values) + 2 * BLOCK_M * BLOCK_N)
-
-    def fits(self) -> list[str]:
-        """Hopper alone."""
-        return list(self.families)
 
     @property
     def tokens(self) -> int:

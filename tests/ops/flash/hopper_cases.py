@@ -67,6 +67,10 @@ FORWARD = (
 )  # fmt: skip
 
 
+# Named cases of verify, which alone can catch some of the bugs planted in these kernels.
+NAMED = ("packed-128", "long-128", "long-empty", "long-window", "long-packed")
+
+
 def forward_kernels(case: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """Names of the kernels that a case's forward launches on Hopper."""
     return [one.kernel.__name__ for one in forward_launches(case, dtype)]

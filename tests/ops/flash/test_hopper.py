@@ -13,7 +13,7 @@ from tilewise.ops.flash import configs_hopper, launch, launch_hopper
 from tilewise.ops.flash.configs_hopper import choose_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_cases import FORWARD, forward_kernels
+from hopper_cases import FORWARD, NAMED, forward_kernels
 
 # Asked for when the process starts: what is replayed must not be another kernel's.
 needs_hopper = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def asked_for():
         yield
 
 
-@pytest.mark.parametrize("case", [*FORWARD, "packed-128", "long-128", "long-empty", "long-window", "long-packed"])
+@pytest.mark.parametrize("case", [*FORWARD, *NAMED])
 def test_the_hopper_kernel_is_what_runs(case):
     assert forward_kernels(case) == ["flash_fwd_hopper_kernel"]
 

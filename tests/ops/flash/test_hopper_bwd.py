@@ -17,7 +17,7 @@ from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_cases import FORWARD
+from hopper_cases import FORWARD, NAMED
 
 # Asked for when the process starts: what is replayed must not be another kernel's.
 needs_hopper = pytest.mark.skipif(
@@ -71,10 +71,6 @@ def backward_kernels(inputs, **options):
     with capture(90) as launches:
         launch.backward(inputs, o, lse, o, None, **options)
     return [one.kernel.__name__ for one in launches]
-
-
-# Named cases of verify that alone can catch some of the bugs planted in these kernels.
-NAMED = ("packed-128", "long-128", "long-empty", "long-window", "long-packed")
 
 
 @pytest.mark.parametrize("case", [*BACKWARD, *LONG, *NAMED])
