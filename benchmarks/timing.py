@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
@@ -41,7 +40,6 @@ def environment(command: str) -> dict[str, str]:
         "python": platform.python_version(),
         "tilewise": tilewise.__version__,
         "command": command,
-        "TILEWISE_HOPPER": os.environ.get("TILEWISE_HOPPER", ""),
     }
 
 

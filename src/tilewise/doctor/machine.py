@@ -23,7 +23,6 @@ PACKAGES = {
 # Variables that change what runs or how fast, and what to know about each.
 VARIABLES = {
     "TILEWISE_BACKEND": "every call without backend= takes this one; unset it to let the device decide",
-    "TILEWISE_HOPPER": "with 1, flash attention runs the kernels written for Hopper on such a GPU",
     "TILEWISE_CHECK": "offsets are checked at every call, which waits for the GPU; unset it before timing",
     "TRITON_CACHE_DIR": "compiled kernels are kept there",
     "TRITON_DEBUG": "kernels are compiled with checks and are slower; unset it before timing",

@@ -10,7 +10,7 @@ from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs, launch, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, asked_for
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE
 from tilewise.sanity.flash import Entry
 from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
 from tilewise.sanity.flash_hopper import Entry as HopperEntry
@@ -42,7 +42,7 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
     o, lse = _results(inputs)
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
     found: list[Labelled] = []
-    with as_if_on(architecture), asked_for():
+    with as_if_on(architecture):
         if launch_hopper.takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
         if launch_hopper.takes("backward", inputs):
@@ -127,8 +127,8 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
     if isinstance(entry, ForwardEntry):
         config = entry.config
         return captured(architecture, label, "forward", lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device))
-    ordered = entry.ordered
-    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, ordered))
+    tiles, ordered = entry.config, entry.ordered
+    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, ordered, tiles))
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 
 

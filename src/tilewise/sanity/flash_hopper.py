@@ -10,8 +10,7 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs_hopper, launch, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import TINY_KEYS, Family
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, FORWARD, FORWARD_CAPPED, WIDEST, Forward
-from tilewise.ops.flash.launch_hopper_bwd import BLOCK_M, BLOCK_N, STAGES
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, Backward, Forward
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
@@ -74,32 +73,35 @@ class ForwardEntry(_Widths):
 class BackwardEntry(_Widths):
     """The backward, dQ summed in a fixed order or freely."""
 
+    config: Backward
     ordered: bool
 
     @property
     def short(self) -> str:
         """One word."""
-        return f"bwd-bf16-d{self.channels}-dv{self.values}-{BLOCK_M}x{BLOCK_N}-s{STAGES}-{'ordered' if self.ordered else 'free'}"
+        tiles = f"{self.config.block_m}x{self.config.block_n}-s{self.config.stages}"
+        return f"bwd-bf16-d{self.channels}-dv{self.values}-{tiles}-{'ordered' if self.ordered else 'free'}"
 
     @property
     def operations(self) -> int:
         """Of one step: 2 for each multiplication and addition of its five products."""
-        return 2 * BLOCK_M * BLOCK_N * (3 * self.channels + 2 * self.values)
+        return 2 * self.config.block_m * self.config.block_n * (3 * self.channels + 2 * self.values)
 
     @property
     def step_bytes(self) -> int:
         """Read from memory in one step: a tile of Q and one of dO."""
-        return self.element_size * BLOCK_M * (self.channels + self.values)
+        return self.element_size * self.config.block_m * (self.channels + self.values)
 
     @property
     def shared_memory(self) -> int:
         """Bytes that the tiles take, dSᵀ twice among them."""
-        return self.element_size * ((BLOCK_N + STAGES * BLOCK_M) * (self.channels + self.values) + 2 * BLOCK_M * BLOCK_N)
+        rows = self.config.block_n + self.config.stages * self.config.block_m
+        return self.element_size * (rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n)
 
     @property
     def tokens(self) -> int:
         """Two blocks of keys, and more than what is left to the portable kernels."""
-        return 2 * BLOCK_N + TINY_KEYS
+        return 2 * self.config.block_n + TINY_KEYS
 
 
 Entry = ForwardEntry | BackwardEntry
@@ -107,10 +109,9 @@ Entry = ForwardEntry | BackwardEntry
 
 def entries() -> list[Entry]:
     """Every pair of widths: the forward's tiles, those under softcap, and the backward in both orders."""
-    backward = [widths for widths in FORWARD if max(widths) <= WIDEST["backward"]]
     return [
         *(ForwardEntry(*widths, capped, config) for capped, table in ((False, FORWARD), (True, FORWARD_CAPPED)) for widths, config in table.items()),
-        *(BackwardEntry(*widths, ordered) for widths in backward for ordered in (True, False)),
+        *(BackwardEntry(*widths, config, ordered) for widths, config in BACKWARD.items() for ordered in (True, False)),
     ]
 
 
@@ -128,7 +129,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     if isinstance(entry, ForwardEntry):
         return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
     o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
-    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.ordered), reference, q, k, v, do)
+    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.ordered, entry.config), reference, q, k, v, do)
 
 
 def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,11 +34,10 @@ def planted(operator: Operator) -> tuple[Mutant, ...]:
     import torch
 
     from tilewise.ops._host.backend import interpreting
-    from tilewise.ops.flash import configs_hopper
 
     suite: Suite = operator.load("suite")
     compiled = torch.cuda.is_available() and not interpreting()
-    return suite.planted(torch.cuda.get_device_capability() if compiled and configs_hopper.ASKED_FOR else None)
+    return suite.planted(torch.cuda.get_device_capability() if compiled else None)
 
 
 def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:

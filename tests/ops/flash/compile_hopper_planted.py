@@ -21,6 +21,6 @@ if __name__ == "__main__":
 
     from tilewise.inspect.flash import hopper
 
-    direction = "forward" if mutant.module.endswith("_fwd") else "backward"
+    direction = "forward" if mutant.module.endswith(("_fwd", "_items")) else "backward"
     # The backward's first three: in the fixed order.
     print_facts([one.launch for one in hopper(90, torch.bfloat16, 64, 64, "all") if one.direction == direction][:3], 90)

@@ -11,26 +11,13 @@ import torch
 
 from tilewise import flash_attention, registry
 from tilewise.ops._host.launching import capture
-from tilewise.ops.flash import configs_hopper, launch
+from tilewise.ops.flash import launch
 from tilewise.verify.result import BATCH_ORDER, UNREPEATABLE, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_cases import FORWARD, NAMED
-
-# Asked for when the process starts: what is replayed must not be another kernel's.
-needs_hopper = pytest.mark.skipif(
-    not configs_hopper.ASKED_FOR or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU and TILEWISE_HOPPER=1",
-)
-
-
-@pytest.fixture(autouse=True)
-def asked_for():
-    with configs_hopper.asked_for():
-        yield
-
+from hopper_cases import FORWARD, NAMED, needs_hopper
 
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
 

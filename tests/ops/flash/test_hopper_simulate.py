@@ -8,8 +8,7 @@ import torch
 
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import launch, launch_hopper, launch_hopper_bwd
-from tilewise.ops.flash.configs_hopper import choose_forward
-from tilewise.ops.flash.launch_hopper_bwd import BLOCK_M, BLOCK_N
+from tilewise.ops.flash.configs_hopper import choose_backward, choose_forward
 from tilewise.ops.flash.simulate import Options, Tiling
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,7 +47,8 @@ def test_the_kernels_store_what_the_simulation_makes(problem, channels):
         # Where rounding falls the other way once, a 16-bit value moves by its last bit.
         torch.testing.assert_close(o[0, :, head].float(), ours, rtol=0, atol=2**-6)
         torch.testing.assert_close(lse[0, head], ours_lse, rtol=0, atol=2e-5)
-    tiles = Tiling(BLOCK_M, BLOCK_N, reverse=True), Tiling(BLOCK_M, BLOCK_N)
+    block_m, block_n, *_ = choose_backward(channels, channels)
+    tiles = Tiling(block_m, block_n, reverse=True), Tiling(block_m, block_n)
     gradients = backward(q, k, v, o[0].transpose(0, 1), lse[0], do, dlse.float(), *tiles, options)
     for actual, simulated in zip((dq[0].transpose(0, 1), dk[0, :, 0], dv[0, :, 0]), gradients, strict=True):
         scale = max(1.0, simulated.abs().max().item())

@@ -1,33 +1,15 @@
 """Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
 
-Chosen by compiling for sm_90 with the assembler of Triton 3.6: no spills, but for a few bytes at 256 channels and under softcap, and shared memory
-that a block may have.
+Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for a few bytes at 256 channels
+and under softcap, and shared memory that a block may have.
 """
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tilewise.ops.flash.configs import TINY_KEYS, Problem
 
 Direction = Literal["forward", "backward"]
-
-# They are run where they are asked for, until every figure in the documents is theirs.
-ASKED_FOR = os.environ.get("TILEWISE_HOPPER") == "1"
-
-
-@contextlib.contextmanager
-def asked_for() -> Iterator[None]:
-    """Inside they are asked for: to look at what would be launched, for what is replayed may be other kernels'."""
-    global ASKED_FOR
-    before, ASKED_FOR = ASKED_FOR, True
-    try:
-        yield
-    finally:
-        ASKED_FOR = before
-
 
 ARCHITECTURE = 90
 # Channels as tiles hold them: the tensor memory accelerator fills up with zeros.
@@ -43,12 +25,12 @@ CACHED_BYTES = 32 << 20
 
 
 class Forward(NamedTuple):
-    """Keys a tile; tiles of K, and of V, in shared memory; warpgroups; whether they start products in turn; whether O takes Q's place there."""
+    """Keys a tile; tiles of K, and of V, in memory; warpgroups; items whose Q is there; O in Q's place."""
 
     block_n: int
     stages: int
     groups: int = 2
-    turns: bool = False
+    slots: int = 2
     o_in_q: bool = False
 
     @property
@@ -78,12 +60,30 @@ FORWARD: dict[tuple[int, int], Forward] = {
     (128, 64): Forward(128, 3),
     (128, 128): Forward(128, 2),
     (128, 256): Forward(64, 2),
-    (256, 64): Forward(64, 3),
-    (256, 128): Forward(64, 2),
-    (256, 256): Forward(64, 2, o_in_q=True),
+    (256, 64): Forward(64, 3, slots=1),
+    (256, 128): Forward(64, 2, slots=1),
+    (256, 256): Forward(64, 2, slots=1, o_in_q=True),
 }
 # With softcap, whose tanh takes registers: smaller tiles in place of those.
 FORWARD_CAPPED: dict[tuple[int, int], Forward] = {widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))}
+
+
+class Backward(NamedTuple):
+    """Queries of a tile; keys of a program, half of them for each of two warpgroups; query tiles in flight; whether a tile's scores start early."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    ahead: bool = False
+
+
+# At 64 channels the scores of the next tile are started before this one's dQ: at 128 there are no registers for them.
+BACKWARD: dict[tuple[int, int], Backward] = {
+    (64, 64): Backward(64, 128, 4, ahead=True),
+    (64, 128): Backward(64, 128, 2),
+    (128, 64): Backward(64, 128, 2),
+    (128, 128): Backward(64, 128, 2),
+}
 
 
 def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
@@ -111,10 +111,15 @@ def choose_forward(channels: int, value_channels: int, capped: bool) -> Forward:
     return FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
 
 
+def choose_backward(channels: int, value_channels: int) -> Backward:
+    """The backward's tiles."""
+    return BACKWARD[padded(channels), padded(value_channels)]
+
+
 def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
     """Shared memory that the tiles take, in bytes; barriers take some hundred more."""
     width, value_width = padded(channels), padded(value_channels)
-    rows = config.block_m * (width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
+    rows = config.block_m * (config.slots * width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
     return 2 * rows
 
 

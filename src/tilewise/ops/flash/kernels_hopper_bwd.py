@@ -7,6 +7,9 @@ fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp w
 Operations: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds 4 · BLOCK_M · D bytes; K, V, dK
 and dV pass once. On chip: (BLOCK_N + STAGES · BLOCK_M) · (D + Dv) elements and twice dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
 
+A step is a chain: S, P, dS, the exchange of dS, dQ and its addition, dK. AHEAD, the next step's Sᵀ is started before the exchange, and EARLY, dV
+before dS is computed, so that products run meanwhile; both hold registers longer.
+
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
 
@@ -22,42 +25,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, load_tile, store_tile, thread_barrier, tma_load
-from tilewise.ops._tile.reach import first_block, head_and_slot, query_tiles, step_tile, whole_tiles
+from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, store_tile, thread_barrier
+from tilewise.ops._tile.hopper_blocks import locate_block, produce_tiles
+from tilewise.ops._tile.reach import first_block, step_tile, whole_tiles
 from tilewise.ops._tile.softmax import cap_scores
-from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
 SIZES = ("n_batch", "n_slots_k", "n_slots_q", "n_heads_k", "n_queries", "n_keys", "together", "left", "right")
 # Tiles of dQ that `grant` may be ahead of `release`.
 TURNS = gl.constexpr(4)
-
-
-@gluon.jit
-def produce_tiles(arguments, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr):
-    """Brings K and V once, and each step's Q, dO and their rows' LSE and delta."""
-    descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile = arguments
-    q, k, v, do, lse_log2, delta = descriptors
-    qs, ks, vs, dos, lses, deltas = buffers
-    kv_full, q_full, do_full, empty = barriers
-    i_b, i_hk, start_k, n_keys = rows_k
-    i_b, i_hq, start_q, n_queries = rows_q
-    last, n_steps, group, n_slots_q = walk
-    for W in gl.static_range(2):
-        mbarrier.expect(kv_full.index(W), k.block_type.nbytes + v.block_type.nbytes)
-        load_tile(k, ks.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
-        load_tile(v, vs.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
-    for i_step in range(n_steps):
-        i_tile, i_g = step_tile(i_step, last, group)
-        stage = i_step % STAGES
-        mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
-        o_row = (first_tile + i_g * n_slots_q + i_tile) * BLOCK_M
-        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + lse_log2.block_type.nbytes)
-        load_tile(q, qs.index(stage), q_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
-        tma_load(lse_log2, [o_row], q_full.index(stage), lses.index(stage))
-        mbarrier.expect(do_full.index(stage), do.block_type.nbytes + delta.block_type.nbytes)
-        load_tile(do, dos.index(stage), do_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
-        tma_load(delta, [o_row], do_full.index(stage), deltas.index(stage))
 
 
 @gluon.jit
@@ -107,11 +83,30 @@ def mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT: gl.constexpr, HAS_RI
 
 
 @gluon.jit
+def start_scores(none_s, b_k, b_q, q_full, stage, phase, some):
+    """Start Sᵀ of a query tile and a warpgroup's keys, as soon as the tile is there: of anything where it is not one of `some`."""
+    if some:
+        mbarrier.wait(q_full.index(stage), phase)
+    # [N, D] @ [D, M] -> [N, M]
+    return warpgroup_mma(b_k, b_q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_values(acc_dv, b_pT, b_do):
+    """dV with a step's product added, on its way."""
+    # [N, M] @ [M, DV] -> [N, DV]
+    return warpgroup_mma(gl.convert_layout(b_pT, gl.DotOperandLayout(0, acc_dv.type.layout, 2)), b_do, acc_dv, is_async=True)
+
+
+@gluon.jit
 def score_gradients(
-    none_s, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
+    none_s, b_sT, acc_dv, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
 ):  # fmt: skip
-    """Pᵀ and dSᵀ of a query tile, once it is there, and a warpgroup's keys, rounded as products take them; a tile outside of `whole` is masked."""
+    """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; EARLY, dV with Pᵀ added, on its way, in place of Pᵀ.
+
+    Sᵀ is there if AHEAD. A tile outside of `whole` is masked.
+    """
     b_k, b_v = keys
     b_q, b_do = queries
     lses, deltas = rows
@@ -119,24 +114,26 @@ def score_gradients(
     whole_low, whole_high = whole
     _, scale_log2, score_scale = scales
     row_layout: gl.constexpr = gl.SliceLayout(0, none_s.type.layout)
-    mbarrier.wait(q_full.index(stage), phase)
-    # [N, D] @ [D, M] -> [N, M]
-    s_flying = warpgroup_mma(b_k, b_q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+    if not AHEAD:
+        s_flying = start_scores(none_s, b_k, b_q, q_full, stage, phase, True)
     mbarrier.wait(do_full.index(stage), phase)
     # [N, DV] @ [DV, M] -> [N, M]
     dp_flying = warpgroup_mma(b_v, b_do.permute((1, 0)), none_s, use_acc=False, is_async=True)
-    b_sT = warpgroup_mma_wait(1, deps=(s_flying,))
+    if not AHEAD:
+        b_sT = warpgroup_mma_wait(1, deps=(s_flying,))
     if SOFTCAP:
         b_sT = cap_scores(b_sT, score_scale)
     b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
     if (i_tile < whole_low) | (i_tile >= whole_high):
         b_pT = mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
-    b_pT_low = b_pT.to(b_do.dtype)
+    before_dsT = b_pT.to(b_do.dtype)
     if SOFTCAP:
         b_pT = b_pT * (1.0 - b_sT * b_sT)
-    b_dpT = warpgroup_mma_wait(0, deps=(dp_flying,))
+    if EARLY:
+        before_dsT = add_values(acc_dv, before_dsT, b_do)
+    b_dpT = warpgroup_mma_wait(1 if EARLY else 0, deps=(dp_flying,))
     b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
-    return b_pT_low, b_dsT
+    return before_dsT, b_dsT
 
 
 @gluon.jit
@@ -169,21 +166,25 @@ def add_to_sums(
 
 @gluon.jit
 def add_products(
-    acc_dk, acc_dv, none_dq, b_pT, b_dsT, queries, columns, staged, exchange, half, target, turn, step,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    acc_dk, acc_dv, b_sT, none_s, none_dq, before_dsT, b_dsT, keys, queries, columns, staged, exchange, half, target, turn, step, coming,
+    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV with a step's products added; its dQ, this warpgroup's columns from the dSᵀ of both, is added in memory meanwhile."""
+    """dK and dV with a step's products added, and AHEAD the next step's Sᵀ; dQ, this warpgroup's columns from the dSᵀ of both, is added in memory."""
     b_q, b_do = queries
     b_k0, b_k1 = columns
     mine, others, _ = exchange
     i_step, _, _ = step
+    q_after, q_full, after, phase_after, some = coming
     staged.index(half * 2 + W).store(b_dsT)
     fence_async_shared()
-    # [N, M] @ [M, DV] -> [N, DV], under the wait for the other warpgroup
-    dv_flying = warpgroup_mma(gl.convert_layout(b_pT, gl.DotOperandLayout(0, acc_dv.type.layout, 2)), b_do, acc_dv, is_async=True)
+    # Under the wait for the other warpgroup.
+    dv_flying = before_dsT if EARLY else add_values(acc_dv, before_dsT, b_do)
     # One thread arrives for all: their stores must be done.
     thread_barrier()
     mbarrier.arrive(mine.index(half), count=1)
+    if AHEAD:
+        b_sT = start_scores(none_s, keys[0], q_after, q_full, after, phase_after, some)
     # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
     mbarrier.wait(others.index(half), (i_step // 2) & 1)
     # [M, N] @ [N, D / 2] -> [M, D / 2]
@@ -191,10 +192,13 @@ def add_products(
     dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
     # [N, M] @ [M, D] -> [N, D], under the additions to dQ
     dk_flying = warpgroup_mma(gl.convert_layout(b_dsT, gl.DotOperandLayout(0, acc_dk.type.layout, 2)), b_q, acc_dk, is_async=True)
-    b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
+    if AHEAD:
+        b_dq, acc_dv, b_sT = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying, b_sT))
+    else:
+        b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
     add_to_sums(b_dq, target, turn, step, HAS_LEFT, ORDERED, BLOCK_M, BLOCK_N, BLOCK_D)
     acc_dk = warpgroup_mma_wait(0, deps=(dk_flying,))
-    return acc_dk, acc_dv
+    return acc_dk, acc_dv, b_sT
 
 
 @gluon.jit
@@ -222,7 +226,7 @@ def write_gradients(outputs, tiles, keys, acc_dk, acc_dv, finished, rows_k, i_nw
 def consume(
     arguments,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: HALF_N keys' part of every step, one half of dQ's columns, and at the end its rows of dK and dV."""
     outputs, buffers, staged, barriers, exchange, order, rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales = arguments
@@ -233,6 +237,8 @@ def consume(
     last, n_steps, group, n_slots_q = walk
     n_keys = rows_k[3]
     HALF_D: gl.constexpr = BLOCK_D // 2
+    # Without AHEAD it takes registers that are scarce: in the order that waits it pays all the same, unless softcap takes them too.
+    EARLY: gl.constexpr = AHEAD or (ORDERED and not SOFTCAP)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -254,63 +260,29 @@ def consume(
 
     for I in gl.static_range(2):
         mbarrier.wait(kv_full.index(I), 0)
+    b_sT = none_s
+    if AHEAD:
+        b_sT = start_scores(none_s, keys[0], as_matrix(qs.index(0), BLOCK_M, BLOCK_D), q_full, 0, 0, n_steps > 0)
+        b_sT = warpgroup_mma_wait(0, deps=(b_sT,))
     for i_step in range(n_steps):
         i_tile, i_g = step_tile(i_step, last, group)
-        stage = i_step % STAGES
-        phase = (i_step // STAGES) & 1
-        half = i_step % 2
+        stage, phase, half = i_step % STAGES, (i_step // STAGES) & 1, i_step % 2
         queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
-        b_pT, b_dsT = score_gradients(
-            none_s, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, BLOCK_M, HALF_N,
+        after = (i_step + 1) % STAGES
+        coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((i_step + 1) // STAGES) & 1, i_step + 1 < n_steps)
+        before_dsT, b_dsT = score_gradients(
+            none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, EARLY, BLOCK_M, HALF_N,
         )  # fmt: skip
-        acc_dk, acc_dv = add_products(
-            acc_dk, acc_dv, none_dq, b_pT, b_dsT, queries, (b_k0, b_k1), staged, exchange, half, target, turn, (i_step, i_tile, i_g),
-            W, HAS_LEFT, ORDERED, BLOCK_M, 2 * HALF_N, BLOCK_D,
+        acc_dk, acc_dv, b_sT = add_products(
+            acc_dk, acc_dv, b_sT, none_s, none_dq, before_dsT, b_dsT, keys, queries, (b_k0, b_k1), staged, exchange, half, target, turn,
+            (i_step, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, EARLY, BLOCK_M, 2 * HALF_N, BLOCK_D,
         )  # fmt: skip
         thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         if ORDERED:
             mbarrier.arrive(done.index(i_step % TURNS), count=1)
     write_gradients(outputs, (ks.index(W), vs.index(W)), keys, acc_dk, acc_dv, exchange[2], rows_k, i_nw, scales[0], PACKED)
-
-
-@gluon.jit
-def locate_block(
-    place, sizes, together, group, left, right, cu_q, cu_k,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """The block of keys at a place in the order of work: its number, its rows of K, and whether it waits for the block before it.
-
-    Then what it meets: the rows of the group's first query head, that head's first tile, and the walk through the tiles.
-    """
-    n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys = sizes
-    n_heads = n_heads_k
-    if not PACKED:
-        n_heads = n_heads_k * n_batch
-    i_head, i_slot = head_and_slot(place, n_slots_k, n_heads, together)
-    i_b = i_head // n_heads_k
-    i_hk = i_head % n_heads_k
-    i_block = i_slot
-    start_q = 0
-    start_k = 0
-    slot_q = 0
-    waits = i_slot > 0
-    if PACKED:
-        i_b, i_block = find_tile(cu_k, i_slot, n_batch, n_keys, BLOCK_N)
-        # Offsets that are not in order may leave out the block before: then nobody would end the wait for it.
-        b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - 1, 0), n_batch, n_keys, BLOCK_N)
-        waits = (b_before == i_b) & (block_before + 1 == i_block)
-        slot_q = first_slot(i_b, cu_q, n_queries, BLOCK_M)
-        start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
-        start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
-    low, high = query_tiles(i_block * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    # Tiles of one query head lie n_slots_q apart from those of the next.
-    first_tile = i_head * group * n_slots_q + slot_q
-    walk = (high - 1, (high - low) * group, group, n_slots_q)
-    rows_q = (i_b, i_hk * group, start_q, n_queries)
-    rows_k = (i_b, i_hk, start_k, n_keys)
-    return i_block, rows_k, waits, rows_q, first_tile, walk
 
 
 @gluon.jit
@@ -331,7 +303,7 @@ def flash_bwd_hopper_kernel(
     q, k, v, do, dk, dv, lse_log2, delta, sums, turns, tickets, cu_q, cu_k, n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys,
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_N keys x key heads x batch, in one axis.
     # Owns: BLOCK_N keys of one key head.
@@ -374,16 +346,16 @@ def flash_bwd_hopper_kernel(
     if ORDERED:
         free = allocate_barriers(TURNS, 1)
         gl.warp_specialize([
-            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
             (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
             (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
             (release, (done, free, turns, i_block, walk, first_tile)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
-            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED)),
+            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
             (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
         ], [4, 1], [240, 24])
     # fmt: on

@@ -1,148 +1,49 @@
 """Flash attention forward for Hopper, in Gluon: TMA and the matrix units driven by warps with a job each, one program a processor.
 
 Tile plan, one item a query tile of 64 · GROUPS rows of one head: warpgroups of 64 rows each keep their Q in shared memory, and O, with the scores of
-one key tile, in registers; one warp more fetches: Q, and K and V tiles of BLOCK_N rows through rings of STAGES buffers, for the next item too while
-the last products of this one run. A warpgroup computes the scores of a tile, then runs the product with the values of the tile before it under the
-softmax of this one. Key tiles are walked from the last to the first: the tile at a causal diagonal, or past the last key, comes first, and is masked;
-tiles that need no mask have a loop of their own.
+one key tile, in registers; one warp more fetches (`_tile.hopper_items`): Q, into SLOTS places in turn, and in a ring of STAGES buffers for each step
+BLOCK_N rows of K with the rows of V of the tile before, for the next item too while this one ends. A step starts the scores of its tile and the
+product of the tile before, and computes the softmax; the first scores of the next item are computed while O leaves. A step is a chain of waits that
+the other warpgroups' steps fill only in part: so there is one barrier to wait for and one to arrive at in it, and a row's sum is added up over
+threads once, at the end. Key tiles are walked from the last to the first: the tile at a causal diagonal, or past the last key, comes first, and is
+masked if anything is; tiles that need no mask have a loop of their own, and those that a warpgroup's own rows do not reach go by.
 Operations: 2 · 64 · GROUPS · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each query tile, from the L2 cache for
-all but the first. On chip: (64 · GROUPS + STAGES · BLOCK_N) · (D + Dv) elements of shared memory (O takes Q's place where that is too much);
-(BLOCK_N · 3/2 + Dv) / 2 registers a thread for scores, probabilities and O.
+all but the first. On chip: 64 · GROUPS · (SLOTS · D + Dv) + STAGES · BLOCK_N · (D + Dv) elements of shared memory (one slot, or O in Q's place, where
+that is too much); (BLOCK_N · 3/2 + Dv) / 2 registers a thread for scores, probabilities and O.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, load_tile, next_stage, store_tile, thread_barrier
-from tilewise.ops._tile.mask import keep, key_range
-from tilewise.ops._tile.softmax import cap_scores, online_softmax_step
-from tilewise.ops._tile.varlen import find_tile, sequence_bounds
+from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, next_stage, store_tile, thread_barrier
+from tilewise.ops._tile.hopper_items import FIELDS, ROWS, fetch_items, key_tiles, own_tiles, read_field
+from tilewise.ops._tile.mask import keep
+from tilewise.ops._tile.softmax import cap_scores
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")
 
-# Rows of one warpgroup.
-ROWS = gl.constexpr(64)
-# What the fetching warp notes of an item: first row (-1 where none is left), head, batch entry, the sequence's first token, queries, keys.
-FIELDS = gl.constexpr(6)
+
+@gluon.jit
+def thread_sums(b_p):
+    """Sums of a row's elements that one thread holds, `[M, 4]`: four threads share a row, two columns in eight each."""
+    pairs = b_p.reshape([b_p.shape[0], b_p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
 
 
 @gluon.jit
-def locate_item(item, sizes, cu_q, cu_k, LAST_FIRST: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr):
-    """First row, head, batch entry, first query token, queries, first key token and keys for an item.
-
-    Heads (of all batch entries) come `together` at a time; of those, all tiles with the same number are neighbours, LAST_FIRST from the last tile
-    down: under a causal mask the longest come first. A packed item may be a slot past its sequence's last tile: its first row is then not below the
-    number of queries.
-    """
-    n_batch, n_tiles, n_heads, n_all_heads, together, _, n_queries, n_keys = sizes
-    i_part = item // (n_tiles * together)
-    first = i_part * together
-    here = gl.minimum(together, n_all_heads - first)
-    rest = item - i_part * (n_tiles * together)
-    i_tile = rest // here
-    i_bh = first + rest % here
-    if LAST_FIRST:
-        i_tile = n_tiles - 1 - i_tile
-    i_b = i_bh // n_heads
-    i_h = i_bh % n_heads
-    start_q = 0
-    start_k = 0
-    if PACKED:
-        i_b, i_tile = find_tile(cu_q, i_tile, n_batch, n_queries, BLOCK_M)
-        start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
-        start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
-        i_b = 0
-    return i_tile * BLOCK_M, i_h, i_b, start_q, n_queries, start_k, n_keys
-
-
-@gluon.jit
-def key_tiles(i_m, n_queries, n_keys, window, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Numbers of key tiles that the item reaches: the first, the first and the one past the last that need no mask, the one past the last of all."""
-    left, right = window
-    low, full_low, full_high, high = key_range(i_m, n_queries, n_keys, left if LEFT else None, right if RIGHT else None, BLOCK_M, BLOCK_N)
-    return low // BLOCK_N, full_low // BLOCK_N, full_high // BLOCK_N, gl.cdiv(high, BLOCK_N)
-
-
-@gluon.jit
-def write_field(notes, FIELD: gl.constexpr, value):
-    """One number of an item into shared memory, by the fetching warp."""
-    notes.index(FIELD).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def read_field(notes, FIELD: gl.constexpr):
-    """The same number, in a warpgroup."""
-    return gl.max(notes.index(FIELD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def fetch_key_tile(desc, tiles, full, empty, stage, phase, place, row, PACKED: gl.constexpr):
-    """Start to read rows `row ..` of K or V into a buffer of its ring, once that is free."""
-    i_b, i_h, start, n_keys = place
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    load_tile(desc, tiles.index(stage), full.index(stage), i_b, i_h, start, n_keys, row, PACKED)
-
-
-@gluon.jit
-def fetch_queries(desc, tiles, notes, q_full, q_empty, turn, i_m, i_h, i_b, start, n_queries, n_keys, GROUPS: gl.constexpr, PACKED: gl.constexpr):
-    """Start to read an item's Q, once the one before it is no longer needed, and note what the item is."""
-    mbarrier.wait(q_empty.index(0), turn ^ 1)
-    write_field(notes, 0, i_m)
-    write_field(notes, 1, i_h)
-    write_field(notes, 2, i_b)
-    write_field(notes, 3, start)
-    write_field(notes, 4, n_queries)
-    write_field(notes, 5, n_keys)
-    thread_barrier()
-    mbarrier.expect(q_full.index(0), GROUPS * desc.block_type.nbytes)
-    for w in gl.static_range(GROUPS):
-        load_tile(desc, tiles.index(w), q_full.index(0), i_b, i_h, start, n_queries, i_m + w * ROWS, PACKED)
-
-
-@gluon.jit
-def fetch_items(
-    given, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
-    TICKETS: gl.constexpr,
-):  # fmt: skip
-    """The fetching warp: item after item, in the order K, Q, then K of the next tile before V of this one, as products want them."""
-    descs, tiles, notes, barriers, sizes, window, cu_q, cu_k, counter = given
-    q_desc, k_desc, v_desc = descs
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
-    _, n_tiles, _, n_all_heads, _, group, _, _ = sizes
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    item = gl.program_id(0)
-    while item < n_tiles * n_all_heads:
-        i_m, i_h, i_b, start_q, n_queries, start_k, n_keys = locate_item(item, sizes, cu_q, cu_k, RIGHT, PACKED, GROUPS * ROWS)
-        if i_m < n_queries:
-            first, _, _, end = key_tiles(i_m, n_queries, n_keys, window, LEFT, RIGHT, GROUPS * ROWS, BLOCK_N)
-            place = (i_b, i_h // group, start_k, n_keys)
-            if first < end:
-                fetch_key_tile(k_desc, k_tiles, k_full, k_empty, stage, phase, place, (end - 1) * BLOCK_N, PACKED)
-            fetch_queries(q_desc, q_tiles, notes, q_full, q_empty, turn, i_m, i_h, i_b, start_q, n_queries, n_keys, GROUPS, PACKED)
-            turn ^= 1
-            for i in range(first, end):
-                row = (end - 1 - i + first) * BLOCK_N
-                after, phase_after = next_stage(stage, phase, STAGES)
-                if i + 1 < end:
-                    fetch_key_tile(k_desc, k_tiles, k_full, k_empty, after, phase_after, place, row - BLOCK_N, PACKED)
-                fetch_key_tile(v_desc, v_tiles, v_full, v_empty, stage, phase, place, row, PACKED)
-                stage = after
-                phase = phase_after
-        if TICKETS:
-            # Taken as late as can be: who has done its items takes the next, whatever they took.
-            item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        else:
-            item += gl.num_programs(0)
-    mbarrier.wait(q_empty.index(0), turn ^ 1)
-    write_field(notes, 0, -1)
-    thread_barrier()
-    mbarrier.arrive(q_full.index(0), count=1)
+def softmax_step(b_s, m, l, scale_log2, MASKED: gl.constexpr):
+    """As `_tile.softmax.online_softmax_step`, but for the sums `l`: those of `thread_sums`, added up once for all at the end."""
+    m_new = gl.maximum(m, gl.max(b_s, 1) * scale_log2)
+    shift = m_new
+    if MASKED:
+        # A row that has seen nothing yet keeps -inf: shift it by 0 instead, so that its terms are 0 and not NaN.
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = gl.exp2(b_s * scale_log2 - gl.expand_dims(shift, 1))
+    rescale = gl.exp2(m - shift)
+    l_new = l * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout)), 1) + thread_sums(b_p)
+    return b_p, m_new, l_new, rescale
 
 
 @gluon.jit
@@ -161,13 +62,14 @@ def probabilities(
         o_n = row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         m_keep = keep(gl.expand_dims(o_m, 1), gl.expand_dims(o_n, 0), n_keys, off, left if LEFT else None, right if RIGHT else None)
         b_s = gl.where(m_keep, b_s, float("-inf"))
-    return online_softmax_step(b_s, m, l, scale_log2, MASKED)
+    return softmax_step(b_s, m, l, scale_log2, MASKED)
 
 
 @gluon.jit
 def write_rows(o_desc, o_tile, lse, acc, m, l, item, row, n_heads, n_all_queries, DV: gl.constexpr, O_IN_Q: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup's rows of O and LSE from its final sums: 0 and -inf for a row that saw nothing. O is on its way when this returns."""
     i_h, i_b, start, n_queries = item
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = gl.where(seen, l, 1.0)
@@ -190,56 +92,56 @@ def write_rows(o_desc, o_tile, lse, acc, m, l, item, row, n_heads, n_all_queries
 
 @gluon.jit
 def attend_tile(
-    acc, b_p, m, l, b_q, tiles, barriers, ring, go, o_m, row, off, n_keys, window, scales, W: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
+    acc, b_p, m, l, b_q, tiles, barriers, ring, o_m, row, off, n_keys, window, scales,
+    SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One key tile: its scores, and under their softmax the product with the values of the tile before it."""
+    """One key tile: its scores and their softmax, and the product with the values of the tile before it."""
     k_tiles, v_tiles = tiles
-    k_full, k_empty, v_full, v_empty, turns = barriers
-    before, phase_before, stage, phase = ring
+    full, empty = barriers
+    stage, phase = ring
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    mbarrier.wait(k_full.index(stage), phase)
-    if TURNS:
-        # Warpgroups start their products in turn, so that one's run under the softmax of another; the first goes first, unasked.
-        mbarrier.wait(turns.index(W), go ^ (1 if W == 0 else 0))
+    mbarrier.wait(full.index(stage), phase)
     # [M, D] @ [D, N] -> [M, N]
     s_running = warpgroup_mma(b_q, as_matrix(k_tiles.index(stage), BLOCK_N, BLOCK_D).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), phase_before)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc_running = warpgroup_mma(b_p, as_matrix(v_tiles.index(before), BLOCK_N, BLOCK_DV), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((W + 1) % GROUPS), count=1)
+    acc_running = warpgroup_mma(b_p, as_matrix(v_tiles.index(stage), BLOCK_N, BLOCK_DV), acc, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(s_running,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
     p32, m, l, rescale = probabilities(
         b_s, m, l, o_m, row, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, MASKED, BLOCK_N, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=(acc_running,))
-    mbarrier.arrive(v_empty.index(before), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
     b_p = gl.convert_layout(p32.to(b_q.dtype), b_p.type.layout)
     return acc, b_p, m, l
 
 
 @gluon.jit
+def pass_steps(barriers, stage, phase, count, STAGES: gl.constexpr):
+    """Let `count` steps go by that other warpgroups need and this one does not: their tiles are given back as soon as they are there."""
+    full, empty = barriers
+    for _ in range(count):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def attend_item(
-    acc, m, l, b_q, tiles, barriers, q_empty, stage, phase, go, o_m, ends, off, n_keys, window, scales, W: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, O_IN_Q: gl.constexpr, SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
+    b_s, acc, m, l, b_q, tiles, barriers, stage, phase, o_m, ends, off, n_keys, window, scales,
+    STAGES: gl.constexpr, SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK_LAST: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """All key tiles of an item, at least one: from the last to the first, masked, whole, masked."""
-    k_tiles, v_tiles = tiles
-    k_full, k_empty, v_full, v_empty, _ = barriers
+    """All key tiles that a warpgroup's rows of an item reach, at least one, from its scores on: from the last to the first, masked, whole, masked."""
+    _, v_tiles = tiles
+    full, empty = barriers
     first, whole_first, whole_end, end = ends
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    mbarrier.wait(k_full.index(stage), phase)
-    # [M, D] @ [D, N] -> [M, N]
-    b_s = warpgroup_mma(b_q, as_matrix(k_tiles.index(stage), BLOCK_N, BLOCK_D).permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_s = warpgroup_mma_wait(0, deps=(b_s,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
+    stage, phase = next_stage(stage, phase, STAGES)
     p32, m, l, _ = probabilities(
-        b_s, m, l, o_m, (end - 1) * BLOCK_N, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, True, BLOCK_N, S_LAYOUT,
+        b_s, m, l, o_m, (end - 1) * BLOCK_N, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, BLOCK_N, S_LAYOUT,
     )  # fmt: skip
     b_p = gl.convert_layout(p32.to(b_q.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     masked = gl.maximum(end - whole_end, 1)
@@ -249,73 +151,102 @@ def attend_item(
         # Without a limit to the right only the last tile needs a mask there.
         if PART == 1 or (RIGHT if PART == 0 else LEFT):
             for i in range(steps[PART], steps[PART + 1]):
-                after, phase_after = next_stage(stage, phase, STAGES)
-                ring = (stage, phase, after, phase_after)
                 acc, b_p, m, l = attend_tile(
-                    acc, b_p, m, l, b_q, tiles, barriers, ring, go, o_m, (end - 1 - i) * BLOCK_N, off, n_keys, window, scales, W, GROUPS, TURNS,
+                    acc, b_p, m, l, b_q, tiles, barriers, (stage, phase), o_m, (end - 1 - i) * BLOCK_N, off, n_keys, window, scales,
                     SIGN, CAPPED, LEFT, RIGHT, PART != 1, BLOCK_D, BLOCK_DV, BLOCK_N, S_LAYOUT,
                 )  # fmt: skip
-                stage = after
-                phase = phase_after
-                go ^= 1
-    if not O_IN_Q:
-        mbarrier.arrive(q_empty.index(0), count=1)
-    mbarrier.wait(v_full.index(stage), phase)
+                stage, phase = next_stage(stage, phase, STAGES)
+    mbarrier.wait(full.index(stage), phase)
     # [M, N] @ [N, DV] -> [M, DV]
     acc = warpgroup_mma(b_p, as_matrix(v_tiles.index(stage), BLOCK_N, BLOCK_DV), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     stage, phase = next_stage(stage, phase, STAGES)
-    return acc, m, l, stage, phase, go
+    return acc, m, l, stage, phase
+
+
+@gluon.jit
+def begin_item(
+    q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
+    W: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Wait for the next item, let the key tiles before the warpgroup's own go by, and start the scores of its first: of anything if it has none."""
+    full, _ = ring
+    mbarrier.wait(q_full.index(slot), turn)
+    i_m = read_field(notes, slot, 0)
+    item = (read_field(notes, slot, 1), read_field(notes, slot, 2), read_field(notes, slot, 3), read_field(notes, slot, 4))
+    n_keys = read_field(notes, slot, 5)
+    # All threads have read the notes before one of them gives them free.
+    thread_barrier()
+    n_queries = gl.where(i_m >= 0, item[3], -1)
+    first, _, _, end = key_tiles(i_m, n_queries, n_keys, window, LEFT, RIGHT, GROUPS * ROWS, BLOCK_N)
+    end = gl.where(i_m >= 0, end, first)
+    own_first, whole_first, whole_end, own_end = own_tiles(i_m + W * ROWS, first, end, n_queries, n_keys, window, LEFT, RIGHT, BLOCK_N)
+    stage, phase = pass_steps(ring, stage, phase, end - own_end, STAGES)
+    some = own_first < own_end
+    if some:
+        mbarrier.wait(full.index(stage), phase)
+    b_q = as_matrix(q_tiles.index(slot * GROUPS + W), ROWS, BLOCK_D)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    # [M, D] @ [D, N] -> [M, N]
+    s_running = warpgroup_mma(b_q, as_matrix(k_tiles.index(stage), BLOCK_N, BLOCK_D).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s_running, i_m, item[0], item[1], item[2], n_queries, n_keys, first, end, own_first, whole_first, whole_end, own_end, stage, phase
 
 
 @gluon.jit
 def attend_items(
-    given, W: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
-    SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    given, W: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
+    SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK_LAST: gl.constexpr, PACKED: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp notes them."""
+    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp notes them; O leaves under the next one's first scores."""
     o_desc, tiles, notes, barriers, lse, sizes, window, scales = given
     q_tiles, k_tiles, v_tiles, o_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, q_empty, full, empty = barriers
     _, _, n_heads, _, _, _, n_all_queries, _ = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    b_q = as_matrix(q_tiles.index(W), ROWS, BLOCK_D)
+    ring = (full, empty)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    go = gl.to_tensor(0)
-    mbarrier.wait(q_full.index(0), turn)
-    i_m = read_field(notes, 0)
+    s_running, i_m, i_h, i_b, start, n_queries, n_keys, first, end, own_first, whole_first, whole_end, own_end, stage, phase = begin_item(
+        q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
+        W, GROUPS, STAGES, LEFT, RIGHT, BLOCK_D, BLOCK_N, s_layout,
+    )  # fmt: skip
     while i_m >= 0:
-        item = (read_field(notes, 1), read_field(notes, 2), read_field(notes, 3), read_field(notes, 4))
-        n_keys = read_field(notes, 5)
-        # All threads have read the notes before one of them gives them free.
-        thread_barrier()
-        n_queries = item[3]
-        o_m = i_m + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        item = (i_h, i_b, start, n_queries)
+        row = i_m + W * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
+        l = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
-        ends = key_tiles(i_m, n_queries, n_keys, window, LEFT, RIGHT, GROUPS * ROWS, BLOCK_N)
-        if ends[0] < ends[3]:
-            acc, m, l, stage, phase, go = attend_item(
-                acc, m, l, b_q, (k_tiles, v_tiles), (k_full, k_empty, v_full, v_empty, turns), q_empty, stage, phase, go, o_m, ends,
-                n_keys - n_queries, n_keys, window, scales, W, GROUPS, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, BLOCK_D, BLOCK_DV, BLOCK_N,
-                s_layout,
+        b_s = warpgroup_mma_wait(0, deps=(s_running,))
+        if own_first < own_end:
+            o_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+            b_q = as_matrix(q_tiles.index(slot * GROUPS + W), ROWS, BLOCK_D)
+            acc, m, l, stage, phase = attend_item(
+                b_s, acc, m, l, b_q, (k_tiles, v_tiles), ring, stage, phase, o_m, (own_first, whole_first, whole_end, own_end),
+                n_keys - n_queries, n_keys, window, scales, STAGES, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, BLOCK_D, BLOCK_DV, BLOCK_N, s_layout,
             )  # fmt: skip
-        elif not O_IN_Q:
-            mbarrier.arrive(q_empty.index(0), count=1)
-        write_rows(o_desc, o_tiles.index(W), lse, acc, m, l, item, i_m + W * ROWS, n_heads, n_all_queries, BLOCK_DV, O_IN_Q, PACKED)
+        elif first < end:
+            # The step after the last tile, with its V.
+            stage, phase = pass_steps(ring, stage, phase, 1, STAGES)
+        stage, phase = pass_steps(ring, stage, phase, own_first - first, STAGES)
         if O_IN_Q:
+            write_rows(o_desc, o_tiles.index(W), lse, acc, m, l, item, row, n_heads, n_all_queries, BLOCK_DV, O_IN_Q, PACKED)
             tma.store_wait(0)
             thread_barrier()
-            mbarrier.arrive(q_empty.index(0), count=1)
-        turn ^= 1
-        mbarrier.wait(q_full.index(0), turn)
-        i_m = read_field(notes, 0)
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        slot, turn = next_stage(slot, turn, SLOTS)
+        s_running, i_m, i_h, i_b, start, n_queries, n_keys, first, end, own_first, whole_first, whole_end, own_end, stage, phase = begin_item(
+            q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
+            W, GROUPS, STAGES, LEFT, RIGHT, BLOCK_D, BLOCK_N, s_layout,
+        )  # fmt: skip
+        if not O_IN_Q:
+            write_rows(o_desc, o_tiles.index(W), lse, acc, m, l, item, row, n_heads, n_all_queries, BLOCK_DV, O_IN_Q, PACKED)
+    warpgroup_mma_wait(0, deps=(s_running,))
     # The last copies still read shared memory.
     tma.store_wait(0)
 
@@ -324,8 +255,8 @@ def attend_items(
 def flash_fwd_hopper_kernel(
     q, k, v, o, lse, counter, cu_q, cu_k, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys,
     scale_log2, score_scale, left, right,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    O_IN_Q: gl.constexpr, SIGN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_FETCH: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    O_IN_Q: gl.constexpr, SLOTS: gl.constexpr, MASK_LAST: gl.constexpr, SIGN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_FETCH: gl.constexpr,
 ):  # fmt: skip
     # Grid: as many programs as processors, or as items where those are fewer.
     # Owns: one item after the other, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a counter, the next that nobody has taken.
@@ -336,15 +267,14 @@ def flash_fwd_hopper_kernel(
     PACKED: gl.constexpr = cu_q is not None
     CAPPED: gl.constexpr = score_scale is not None
     TICKETS: gl.constexpr = counter is not None
-    q_tiles = allocate_tiles(q, GROUPS)
+    q_tiles = allocate_tiles(q, SLOTS * GROUPS)
     k_tiles = allocate_tiles(k, STAGES)
     v_tiles = allocate_tiles(v, STAGES)
     o_tiles = q_tiles if O_IN_Q else allocate_tiles(o, GROUPS)
-    notes = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # One warp fills a buffer, all warpgroups empty it.
     barriers = (
-        allocate_barriers(1, 1), allocate_barriers(1, GROUPS), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, GROUPS),
-        allocate_barriers(STAGES, 1), allocate_barriers(STAGES, GROUPS), allocate_barriers(GROUPS, 1),
+        allocate_barriers(SLOTS, 1), allocate_barriers(SLOTS, GROUPS), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, GROUPS),
     )  # fmt: skip
     sizes = (n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys)
     # Partitions take no None: what is missing is a number or pointer that nobody reads.
@@ -357,15 +287,15 @@ def flash_fwd_hopper_kernel(
     # fmt: off
     if GROUPS == 2:
         gl.warp_specialize([
-            (attend_items, (attend, 0, 2, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
-            (attend_items, (attend, 1, 2, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
-            (fetch_items, (fetch, 2, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
+            (attend_items, (attend, 0, 2, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
+            (attend_items, (attend, 1, 2, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
+            (fetch_items, (fetch, 2, SLOTS, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
         ], [4, 1], [REGISTERS, REGISTERS_FETCH])
     else:
         gl.warp_specialize([
-            (attend_items, (attend, 0, 3, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
-            (attend_items, (attend, 1, 3, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
-            (attend_items, (attend, 2, 3, TURNS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
-            (fetch_items, (fetch, 3, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
+            (attend_items, (attend, 0, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
+            (attend_items, (attend, 1, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
+            (attend_items, (attend, 2, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV, BLOCK_N)),
+            (fetch_items, (fetch, 3, SLOTS, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_FETCH])
     # fmt: on

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
     """Whether the Hopper kernels run this call, which also reads `gradients`. Gluon has no interpreter: a CPU's tensors are for the others."""
-    if not configs_hopper.ASKED_FOR:
-        return False
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or launching.observed()):
         return False
@@ -80,8 +78,10 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "GROUPS": config.groups,
-        "TURNS": config.turns,
         "O_IN_Q": config.o_in_q,
+        "SLOTS": config.slots,
+        # Without limits, and with whole tiles of keys, no score is masked.
+        "MASK_LAST": not (inputs.left is None and inputs.right is None and inputs.cu_k is None and k.shape[-3] % config.block_n == 0),
         "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
         "REGISTERS": registers.compute,
         "REGISTERS_FETCH": registers.fetch,

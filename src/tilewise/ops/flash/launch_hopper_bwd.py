@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launching import Launch, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops.flash.configs_hopper import padded
+from tilewise.ops.flash.configs_hopper import Backward, choose_backward, padded
 from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
 from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
 
@@ -19,21 +19,26 @@ if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
 
 LOG2E = 1.4426950408889634
-# Queries of a tile, keys of a program (two warpgroups of half as many), query tiles in flight, registers a thread before they are dealt out anew.
-BLOCK_M, BLOCK_N, STAGES, REGISTERS = 64, 128, 2, 168
+# Of a thread, before they are dealt out anew.
+REGISTERS = 168
 # Heads whose programs start side by side, so that they share what is in the L2 cache: few where their tensors are long.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
+def _choose(inputs: Inputs) -> Backward:
+    return choose_backward(inputs.q.shape[-1], inputs.v.shape[-1])
+
+
 def fits(inputs: Inputs) -> bool:
     """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants them."""
-    return tile_slots(inputs.q.shape[-3], BLOCK_M, inputs.cu_q) * BLOCK_M * inputs.heads < 2**31
+    rows = _choose(inputs).block_m
+    return tile_slots(inputs.q.shape[-3], rows, inputs.cu_q) * rows * inputs.heads < 2**31
 
 
 def leaves_idle(inputs: Inputs) -> bool:
     """Whether there are so few blocks of keys that a quarter of the processors or more would have nothing to do."""
-    programs = tile_slots(inputs.k.shape[-3], BLOCK_N, inputs.cu_k) * (inputs.heads // inputs.group)
+    programs = tile_slots(inputs.k.shape[-3], _choose(inputs).block_n, inputs.cu_k) * (inputs.heads // inputs.group)
     return 4 * programs < 3 * processors(inputs.q.device)
 
 
@@ -52,9 +57,9 @@ def _window(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _statistics(x: torch.Tensor) -> TensorDescriptor:
+def _statistics(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """One number a query row, a tile at a time."""
-    return TensorDescriptor(x, [x.shape[0]], [1], [BLOCK_M], STATISTICS)
+    return TensorDescriptor(x, [x.shape[0]], [1], [rows], STATISTICS)
 
 
 def backward_launches(
@@ -65,21 +70,23 @@ def backward_launches(
     dlse: torch.Tensor | None,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     deterministic: bool,
+    config: Backward | None = None,
 ) -> list[Launch]:
     """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv, all contiguous."""
+    block_m, block_n, stages, ahead = config or _choose(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
-    slots_q, slots_k = tile_slots(q.shape[-3], BLOCK_M, inputs.cu_q), tile_slots(k.shape[-3], BLOCK_N, inputs.cu_k)
+    slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
-    delta, lse_log2 = (torch.empty(tiles * BLOCK_M, dtype=torch.float32, device=q.device) for _ in range(2))
-    sums = torch.empty(tiles * BLOCK_M * block_d, dtype=torch.float32, device=q.device)
+    delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
+    sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
     # Whose turn it is to add to each tile of sums, and how many programs have begun.
     turns = torch.empty(tiles if deterministic else 1, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
-    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_D": block_d, "BLOCK_M": BLOCK_M}
+    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_D": block_d, "BLOCK_M": block_m}
     of_queries = {"sums": sums, "n_slots": slots_q, "n_heads": q.shape[-2]}
-    of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": BLOCK_N, **_window(inputs)}
+    of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}
     prepare = {
         "o": o,
         "do": do,
@@ -98,14 +105,14 @@ def backward_launches(
         "enable_fp_fusion": True,
     }
     main = {
-        "q": tile_descriptor(q, BLOCK_M, block_d),
-        "k": tile_descriptor(k, BLOCK_N // 2, block_d),
-        "v": tile_descriptor(v, BLOCK_N // 2, block_dv),
-        "do": tile_descriptor(do, BLOCK_M, block_dv),
-        "dk": tile_descriptor(dk, BLOCK_N // 2, block_d),
-        "dv": tile_descriptor(dv, BLOCK_N // 2, block_dv),
-        "lse_log2": _statistics(lse_log2),
-        "delta": _statistics(delta),
+        "q": tile_descriptor(q, block_m, block_d),
+        "k": tile_descriptor(k, block_n // 2, block_d),
+        "v": tile_descriptor(v, block_n // 2, block_dv),
+        "do": tile_descriptor(do, block_m, block_dv),
+        "dk": tile_descriptor(dk, block_n // 2, block_d),
+        "dv": tile_descriptor(dv, block_n // 2, block_dv),
+        "lse_log2": _statistics(lse_log2, block_m),
+        "delta": _statistics(delta, block_m),
         "sums": sums,
         "turns": turns,
         "tickets": tickets,
@@ -118,10 +125,11 @@ def backward_launches(
         "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
         "score_scale": inputs.scale / inputs.softcap if inputs.softcap else 0.0,
         "BLOCK_DV": block_dv,
-        "STAGES": STAGES,
+        "STAGES": stages,
         "SOFTCAP": bool(inputs.softcap),
         "ORDERED": deterministic,
         "PACKED": inputs.cu_q is not None,
+        "AHEAD": ahead,
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
@@ -134,12 +142,18 @@ def backward_launches(
 
 
 def backward(
-    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, deterministic: bool = True
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    deterministic: bool = True,
+    config: Backward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
 
     Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them.
     """
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
-    run_all(backward_launches(inputs, o, lse, readable(do), dlse, (dq, dk, dv), deterministic), inputs.q.device)
+    run_all(backward_launches(inputs, o, lse, readable(do), dlse, (dq, dk, dv), deterministic, config), inputs.q.device)
     return dq, dk, dv

@@ -4,7 +4,13 @@ from functools import partial
 
 from tilewise.verify.suite import Mutant
 
-_FWD, _BWD, _SUM, _REACH = "flash.kernels_hopper_fwd", "flash.kernels_hopper_bwd", "flash.kernels_hopper_sum", "_tile.reach"
+_ITEMS, _FWD, _BWD, _SUM, _REACH = (
+    "_tile.hopper_items",
+    "flash.kernels_hopper_fwd",
+    "flash.kernels_hopper_bwd",
+    "flash.kernels_hopper_sum",
+    "_tile.reach",
+)
 _planted = partial(Mutant, capability=(9, 0))
 
 HOPPER = (
@@ -12,13 +18,16 @@ HOPPER = (
         "hopper-forgotten-rescale", "earlier sums keep the old maximum", _FWD,
         "acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)", "acc = acc",
     ),
-    _planted("hopper-wrong-kv-head", "all query heads take the first key head", _FWD, "i_h // group", "i_h * 0"),
+    _planted("hopper-wrong-kv-head", "all query heads take the first key head", _ITEMS, "i_h // group", "i_h * 0"),
     _planted("hopper-sign-ignored", "a negative scale acts as a positive one", _FWD, "b_s = b_s * SIGN", "b_s = b_s"),
     _planted(
-        "hopper-other-values", "a tile's probabilities meet the values of the next keys", _FWD,
-        "fetch_key_tile(v_desc, v_tiles, v_full, v_empty, stage, phase, place, row, PACKED)",
-        "fetch_key_tile(v_desc, v_tiles, v_full, v_empty, stage, phase, place, row + 8, PACKED)",
+        "hopper-other-values", "a tile's probabilities meet the values of the next keys", _ITEMS,
+        "row + BLOCK_N, PACKED)", "row + BLOCK_N + 8, PACKED)",
     ),
+    _planted(
+        "hopper-last-unmasked", "keys past the last count", _FWD, "RIGHT, MASK_LAST, BLOCK_N, S_LAYOUT", "RIGHT, False, BLOCK_N, S_LAYOUT",
+    ),
+    _planted("hopper-sum-of-a-thread", "a row's sum is that of one thread of four", _FWD, "gl.sum(l, 1)", "gl.max(l, 1)"),
     _planted(
         "hopper-diagonal-unmasked", "of the tiles that the right limit cuts, the last alone is masked", _FWD,
         "masked = gl.maximum(end - whole_end, 1)", "masked = gl.to_tensor(1)",
@@ -32,10 +41,13 @@ HOPPER = (
     ),
     _planted("hopper-empty-row-nan", "a row that sees nothing divides 0 by 0", _FWD, "seen = l != 0.0", "seen = l >= 0.0"),
     _planted(
-        "hopper-packed-start", "every sequence's keys start at token 0", _FWD,
+        "hopper-packed-start", "every sequence's keys start at token 0", _ITEMS,
         "start_k, n_keys = sequence_bounds", "_, n_keys = sequence_bounds",
     ),
-    _planted("hopper-rows-of-first", "all warpgroups mask as the first", _FWD, "o_m = i_m + W * ROWS + gl.arange", "o_m = i_m + gl.arange"),
+    _planted(
+        "hopper-rows-of-first", "all warpgroups mask as the first", _FWD,
+        "o_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))", "o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))",
+    ),
     _planted("hopper-backward-unmasked", "gradients see masked pairs", _BWD, "return gl.where(m_keep, b_pT, 0.0)", "return b_pT"),
     _planted("hopper-causal-long", "the backward sees the next key", _BWD, "o_n <= o_q + right", "o_n <= o_q + right + 1"),
     _planted("hopper-window-short", "the window's oldest key has no gradient", _BWD, "o_n >= o_q - left", "o_n > o_q - left"),
