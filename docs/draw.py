@@ -297,7 +297,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "nsa-branches": draw_nsa,
     "hstu-masks": draw_hstu,
     "bsa-blocks": draw_bsa,
-    **{name: functools.partial(draw_bench, name) for name in ("bench-flash", "bench-nsa", "bench-hstu", "bench-bsa")},
+    **{f"bench-{name}": functools.partial(draw_bench, f"bench-{name}") for name in ("flash", "nsa", "nsa-selected", "nsa-compressed", "hstu", "bsa")},
 }
 
 
