@@ -6,8 +6,9 @@ import torch
 from tilewise import flash_attention
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import launch, launch_hopper_bwd
+from tilewise.ops.flash.configs_hopper import choose_backward
 
-BLOCK_M, BLOCK_N = 64, 128
+BLOCK_M, BLOCK_N, *_ = choose_backward(64, 64)
 
 pytestmark = pytest.mark.gpu
 

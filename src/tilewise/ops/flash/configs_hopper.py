@@ -1,7 +1,7 @@
 """Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
 
 Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for a few bytes at 256 channels
-and under softcap, and shared memory that a block may have.
+and under softcap (those of later releases spill some hundred bytes in masked loops at 64), and shared memory that a block may have.
 """
 
 import functools
@@ -25,7 +25,7 @@ CACHED_BYTES = 32 << 20
 
 
 class Forward(NamedTuple):
-    """Keys a tile; tiles of K, and of V, in memory; warpgroups; items whose Q is there; O in Q's place."""
+    """Keys a tile; tiles of K, and of V, in shared memory; warpgroups; items whose Q is there too; O in Q's place."""
 
     block_n: int
     stages: int
@@ -111,6 +111,7 @@ def choose_forward(channels: int, value_channels: int, capped: bool) -> Forward:
     return FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
 
 
+@functools.cache
 def choose_backward(channels: int, value_channels: int) -> Backward:
     """The backward's tiles."""
     return BACKWARD[padded(channels), padded(value_channels)]

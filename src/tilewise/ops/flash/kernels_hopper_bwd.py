@@ -126,14 +126,14 @@ def score_gradients(
     b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
     if (i_tile < whole_low) | (i_tile >= whole_high):
         b_pT = mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
-    before_dsT = b_pT.to(b_do.dtype)
+    b_pT_or_dv = b_pT.to(b_do.dtype)
     if SOFTCAP:
         b_pT = b_pT * (1.0 - b_sT * b_sT)
     if EARLY:
-        before_dsT = add_values(acc_dv, before_dsT, b_do)
+        b_pT_or_dv = add_values(acc_dv, b_pT_or_dv, b_do)
     b_dpT = warpgroup_mma_wait(1 if EARLY else 0, deps=(dp_flying,))
     b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
-    return before_dsT, b_dsT
+    return b_pT_or_dv, b_dsT
 
 
 @gluon.jit
@@ -166,27 +166,27 @@ def add_to_sums(
 
 @gluon.jit
 def add_products(
-    acc_dk, acc_dv, b_sT, none_s, none_dq, before_dsT, b_dsT, keys, queries, columns, staged, exchange, half, target, turn, step, coming,
+    acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, exchange, half, target, turn, step, coming,
     W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with a step's products added, and AHEAD the next step's Sᵀ; dQ, this warpgroup's columns from the dSᵀ of both, is added in memory."""
     b_q, b_do = queries
     b_k0, b_k1 = columns
-    mine, others, _ = exchange
+    ready, _ = exchange
     i_step, _, _ = step
     q_after, q_full, after, phase_after, some = coming
     staged.index(half * 2 + W).store(b_dsT)
     fence_async_shared()
     # Under the wait for the other warpgroup.
-    dv_flying = before_dsT if EARLY else add_values(acc_dv, before_dsT, b_do)
+    dv_flying = b_pT_or_dv if EARLY else add_values(acc_dv, b_pT_or_dv, b_do)
     # One thread arrives for all: their stores must be done.
     thread_barrier()
-    mbarrier.arrive(mine.index(half), count=1)
+    mbarrier.arrive(ready[W].index(half), count=1)
     if AHEAD:
         b_sT = start_scores(none_s, keys[0], q_after, q_full, after, phase_after, some)
     # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
-    mbarrier.wait(others.index(half), (i_step // 2) & 1)
+    mbarrier.wait(ready[1 - W].index(half), (i_step // 2) & 1)
     # [M, N] @ [N, D / 2] -> [M, D / 2]
     dq_flying = warpgroup_mma(staged.index(half * 2).permute((1, 0)), b_k0, none_dq, use_acc=False, is_async=True)
     dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
@@ -270,19 +270,19 @@ def consume(
         queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
         after = (i_step + 1) % STAGES
         coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((i_step + 1) // STAGES) & 1, i_step + 1 < n_steps)
-        before_dsT, b_dsT = score_gradients(
+        b_pT_or_dv, b_dsT = score_gradients(
             none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, EARLY, BLOCK_M, HALF_N,
         )  # fmt: skip
         acc_dk, acc_dv, b_sT = add_products(
-            acc_dk, acc_dv, b_sT, none_s, none_dq, before_dsT, b_dsT, keys, queries, (b_k0, b_k1), staged, exchange, half, target, turn,
+            acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, (b_k0, b_k1), staged, exchange, half, target, turn,
             (i_step, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, EARLY, BLOCK_M, 2 * HALF_N, BLOCK_D,
         )  # fmt: skip
         thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         if ORDERED:
             mbarrier.arrive(done.index(i_step % TURNS), count=1)
-    write_gradients(outputs, (ks.index(W), vs.index(W)), keys, acc_dk, acc_dv, exchange[2], rows_k, i_nw, scales[0], PACKED)
+    write_gradients(outputs, (ks.index(W), vs.index(W)), keys, acc_dk, acc_dv, exchange[1], rows_k, i_nw, scales[0], PACKED)
 
 
 @gluon.jit
@@ -309,6 +309,8 @@ def flash_bwd_hopper_kernel(
     # Owns: BLOCK_N keys of one key head.
     # Loops over: the query tiles that meet them, and in each the group's query heads.
     # Writes: its rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
+    # AHEAD waits for the next query tile before it lets go of this one.
+    gl.static_assert(STAGES > 1 or not AHEAD)
     HALF_N: gl.constexpr = BLOCK_N // 2
     place = gl.program_id(0)
     if ORDERED:
@@ -332,30 +334,25 @@ def flash_bwd_hopper_kernel(
     done = allocate_barriers(TURNS, 2)
     finished = allocate_barriers(1, 2)
     go = allocate_barriers(TURNS, 1)
-    ready0, ready1 = allocate_barriers(2, 1), allocate_barriers(2, 1)
+    ready = (allocate_barriers(2, 1), allocate_barriers(2, 1))
     # fmt: off
-    consume0 = (
-        (dk, dv), buffers, staged, barriers, (ready0, ready1, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
-        scales,
-    )
-    consume1 = (
-        (dk, dv), buffers, staged, barriers, (ready1, ready0, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums,
-        scales,
+    given = (
+        (dk, dv), buffers, staged, barriers, (ready, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales,
     )
     produce = (descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile)
     if ORDERED:
         free = allocate_barriers(TURNS, 1)
         gl.warp_specialize([
-            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (given, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (given, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
             (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
             (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
             (release, (done, free, turns, i_block, walk, first_tile)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (consume, (consume0, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (consume, (consume1, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (given, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
+            (consume, (given, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
             (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
         ], [4, 1], [240, 24])
     # fmt: on

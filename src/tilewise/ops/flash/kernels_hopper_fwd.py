@@ -8,8 +8,8 @@ the other warpgroups' steps fill only in part: so there is one barrier to wait f
 threads once, at the end. Key tiles are walked from the last to the first: the tile at a causal diagonal, or past the last key, comes first, and is
 masked if anything is; tiles that need no mask have a loop of their own, and those that a warpgroup's own rows do not reach go by.
 Operations: 2 · 64 · GROUPS · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each query tile, from the L2 cache for
-all but the first. On chip: 64 · GROUPS · (SLOTS · D + Dv) + STAGES · BLOCK_N · (D + Dv) elements of shared memory (one slot, or O in Q's place, where
-that is too much); (BLOCK_N · 3/2 + Dv) / 2 registers a thread for scores, probabilities and O.
+all but the first. On chip: 64 · GROUPS · (SLOTS · D + Dv) + STAGES · BLOCK_N · (D + Dv) elements of shared memory (one slot, and O in Q's place,
+where that is too much); (BLOCK_N · 3/2 + Dv) / 2 registers a thread for scores, probabilities and O.
 """
 
 from triton.experimental import gluon
@@ -111,6 +111,7 @@ def attend_tile(
         b_s, m, l, o_m, row, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, MASKED, BLOCK_N, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=(acc_running,))
+    # Here and below Triton has all threads of the warpgroup meet before the one that arrives does.
     mbarrier.arrive(empty.index(stage), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
     b_p = gl.convert_layout(p32.to(b_q.dtype), b_p.type.layout)
@@ -262,6 +263,8 @@ def flash_fwd_hopper_kernel(
     # Owns: one item after the other, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a counter, the next that nobody has taken.
     # Loops over: the key tiles that the item's window reaches, from the last to the first.
     # Writes: the items' rows of o and lse.
+    # O is put where the first slot's Q was.
+    gl.static_assert(SLOTS == 1 or not O_IN_Q)
     LEFT: gl.constexpr = left is not None
     RIGHT: gl.constexpr = right is not None
     PACKED: gl.constexpr = cu_q is not None

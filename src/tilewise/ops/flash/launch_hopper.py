@@ -81,7 +81,7 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "O_IN_Q": config.o_in_q,
         "SLOTS": config.slots,
         # Without limits, and with whole tiles of keys, no score is masked.
-        "MASK_LAST": not (inputs.left is None and inputs.right is None and inputs.cu_k is None and k.shape[-3] % config.block_n == 0),
+        "MASK_LAST": any(x is not None for x in (inputs.left, inputs.right, inputs.cu_k)) or k.shape[-3] % config.block_n != 0,
         "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
         "REGISTERS": registers.compute,
         "REGISTERS_FETCH": registers.fetch,
