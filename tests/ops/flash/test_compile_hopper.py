@@ -43,7 +43,7 @@ def test_every_variant(channels):
 @pytest.mark.parametrize("values", WIDTHS)
 @pytest.mark.parametrize("channels", WIDTHS)
 def test_every_pair_of_widths(channels, values):
-    check("float16", channels, values, "plain", "packed", most_spilled=100 if channels == values == 256 else 0)
+    check("float16", channels, values, "plain", "packed", most_spilled={(128, 256): 24, (256, 256): 184}.get((channels, values), 0))
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ def test_a_block_has_registers_enough(groups):
 @pytest.mark.parametrize(("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])
 def test_padded(channels, width):
     assert padded(channels) == width
-    assert choose_forward(channels, channels, False) == FORWARD[width, width]
+    assert choose_forward(channels, channels, False, False) == FORWARD[width, width]
+    assert choose_forward(channels, channels, False, True) == FORWARD[width, width]._replace(groups=2)
 
 
 @pytest.mark.parametrize(

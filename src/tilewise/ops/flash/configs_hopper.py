@@ -105,10 +105,12 @@ def padded(channels: int) -> int:
 
 
 @functools.cache
-def choose_forward(channels: int, value_channels: int, capped: bool) -> Forward:
-    """The forward's tiles."""
+def choose_forward(channels: int, value_channels: int, capped: bool, windowed: bool) -> Forward:
+    """The forward's tiles, under softcap or not, and with a limit to the left or without."""
     widths = padded(channels), padded(value_channels)
-    return FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
+    config = FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
+    # One loop more, for the tiles that the left limit cuts, takes registers that three warpgroups do not have.
+    return config._replace(groups=2) if windowed else config
 
 
 @functools.cache
