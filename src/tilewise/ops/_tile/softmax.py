@@ -32,10 +32,10 @@ def score_gradient(b_p, b_dp, b_delta, b_s, score_scale):
 
 
 @triton.jit
-def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
-    """One step over scores `b_s` [M, N] (-inf where masked), running maximum `m` (base 2) and sum `l`, scale_log2 > 0.
+def online_softmax_terms(b_s, m, scale_log2, MASKED: tl.constexpr):
+    """One step over scores `b_s` [M, N] (-inf where masked) and running maximum `m` (base 2), scale_log2 > 0.
 
-    Returns the probabilities relative to the new maximum, the new m and l, and the factor that earlier sums must be multiplied by.
+    Returns the probabilities relative to the new maximum, the new m, and the factor that earlier sums must be multiplied by.
     """
     m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
     shift = m_new
@@ -44,6 +44,13 @@ def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = tl.exp2(b_s * scale_log2 - shift[:, None])
     rescale = tl.exp2(m - shift)
+    return b_p, m_new, rescale
+
+
+@triton.jit
+def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
+    """The same with the running sum `l`, whose new value comes before the factor."""
+    b_p, m_new, rescale = online_softmax_terms(b_s, m, scale_log2, MASKED)
     l_new = l * rescale + tl.sum(b_p, 1)
     return b_p, m_new, l_new, rescale
 

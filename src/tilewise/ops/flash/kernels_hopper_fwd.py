@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, next_stage, store_tile, thread_barrier
 from tilewise.ops._tile.hopper_items import FIELDS, ROWS, fetch_items, key_tiles, own_tiles, read_field
 from tilewise.ops._tile.mask import keep
-from tilewise.ops._tile.softmax import cap_scores
+from tilewise.ops._tile.softmax import cap_scores, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")
@@ -33,25 +33,11 @@ def thread_sums(b_p):
 
 
 @gluon.jit
-def softmax_step(b_s, m, l, scale_log2, MASKED: gl.constexpr):
-    """As `_tile.softmax.online_softmax_step`, but for the sums `l`: those of `thread_sums`, added up once for all at the end."""
-    m_new = gl.maximum(m, gl.max(b_s, 1) * scale_log2)
-    shift = m_new
-    if MASKED:
-        # A row that has seen nothing yet keeps -inf: shift it by 0 instead, so that its terms are 0 and not NaN.
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = gl.exp2(b_s * scale_log2 - gl.expand_dims(shift, 1))
-    rescale = gl.exp2(m - shift)
-    l_new = l * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout)), 1) + thread_sums(b_p)
-    return b_p, m_new, l_new, rescale
-
-
-@gluon.jit
 def probabilities(
     b_s, m, l, o_m, row, off, n_keys, window, scales, SIGN: gl.constexpr, CAPPED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over the scores of the key tile from `row` on."""
+    """One step of the online softmax over the scores of the key tile from `row` on; the sums `l` are those of `thread_sums`, until the end."""
     scale_log2, score_scale = scales
     left, right = window
     if SIGN != 1:
@@ -62,7 +48,9 @@ def probabilities(
         o_n = row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         m_keep = keep(gl.expand_dims(o_m, 1), gl.expand_dims(o_n, 0), n_keys, off, left if LEFT else None, right if RIGHT else None)
         b_s = gl.where(m_keep, b_s, float("-inf"))
-    return softmax_step(b_s, m, l, scale_log2, MASKED)
+    b_p, m, rescale = online_softmax_terms(b_s, m, scale_log2, MASKED)
+    l = l * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout)), 1) + thread_sums(b_p)
+    return b_p, m, l, rescale
 
 
 @gluon.jit
