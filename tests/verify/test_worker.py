@@ -6,10 +6,11 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tilewise.verify import UsageError, suite, verify
+from tilewise.verify import UsageError, suite, verify, worker
 from tilewise.verify.result import CRASH, HANG
 
 HERE = Path(__file__).parent / "implementations.py"
@@ -175,3 +176,12 @@ def test_search_in_this_process():
     (found,) = verify("flash", wrong, configs=["T=3"], dtypes=["fp32"], search=40).failures
     assert "softcap=" in found.check.case
     assert verify("flash", "tilewise:flash_attention", configs=["T=3"], dtypes=["fp32"], search=5).passed
+
+
+def test_planted_bugs_share_a_gpu_as_its_memory_allows(monkeypatch):
+    plain, planted = worker.Job(()), worker.Job((), "a bug")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=(80 << 30) - 1))
+    assert worker._places_on_gpu([planted, planted]) == 9
+    assert worker._places_on_gpu([planted, plain]) == 1
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=4 << 30))
+    assert worker._places_on_gpu([planted]) == 1

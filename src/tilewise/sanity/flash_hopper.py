@@ -10,7 +10,7 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs_hopper, launch, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import TINY_KEYS, Family
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, Backward, Forward
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, FORWARD_SHORT, Backward, Forward
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
@@ -95,7 +95,7 @@ class BackwardEntry(_Widths):
     @property
     def shared_memory(self) -> int:
         """Bytes that the tiles take, dSᵀ twice among them."""
-        rows = self.config.block_n + self.config.stages * self.config.block_m
+        rows = self.config.slots * self.config.block_n + self.config.stages * self.config.block_m
         return self.element_size * (rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n)
 
     @property
@@ -108,9 +108,10 @@ Entry = ForwardEntry | BackwardEntry
 
 
 def entries() -> list[Entry]:
-    """Every pair of widths: the forward's tiles, those under softcap, and the backward in both orders."""
+    """Every pair of widths: the forward's tiles, those under softcap and for few keys, and the backward in both orders."""
+    tables = (False, FORWARD), (True, FORWARD_CAPPED), (False, FORWARD_SHORT)
     return [
-        *(ForwardEntry(*widths, capped, config) for capped, table in ((False, FORWARD), (True, FORWARD_CAPPED)) for widths, config in table.items()),
+        *(ForwardEntry(*widths, capped, config) for capped, table in tables for widths, config in table.items()),
         *(BackwardEntry(*widths, config, ordered) for widths, config in BACKWARD.items() for ordered in (True, False)),
     ]
 

@@ -23,6 +23,8 @@ from tilewise.verify.suite import GROWTH, Suite
 START_LIMIT = 120.0
 # Each of them imports torch.
 MOST_WORKERS = 8
+# Of a GPU's memory, for each process that plants a bug: a context takes half a gigabyte, a case less.
+GPU_BYTES = 8 << 30
 _starting = threading.Lock()
 
 
@@ -49,8 +51,7 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     """Each job's results, in order. A UsageError tells that the implementation cannot be loaded or called."""
     on_gpu = any(job.checks[0].implementation.device == "cuda" for job in jobs if job.checks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # One process has a GPU for itself, so that memory is there and a crash takes nobody else along.
-    workers = 1 if on_gpu else min(cores, MOST_WORKERS)
+    workers = min(cores, MOST_WORKERS, _places_on_gpu(jobs) if on_gpu else MOST_WORKERS)
     slots = _Slots(max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH})
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
@@ -60,6 +61,18 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
         slots.end()
         pool.shutdown(wait=True, cancel_futures=True)
         slots.close()
+
+
+def _places_on_gpu(jobs: Sequence[Job]) -> int:
+    """How many processes may share a GPU: one, so that memory is there and a crash takes nobody else along.
+
+    Planted bugs, most of whose time goes into compiling, may have company where each has more memory than any case takes.
+    """
+    if not all(job.mutant for job in jobs):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ from tilewise.ops.flash.configs_hopper import (
     CACHED_BYTES,
     FORWARD,
     FORWARD_CAPPED,
+    FORWARD_SHORT,
     REGISTERS,
+    SHORT_KEYS,
     WIDTHS,
     choose_forward,
     heads_together,
@@ -54,7 +56,7 @@ def test_no_other_architecture(architecture):
 
 def test_the_table_is_whole_and_fits():
     assert set(FORWARD) == set(itertools.product(WIDTHS, WIDTHS))
-    for table in (FORWARD, FORWARD_CAPPED):
+    for table in (FORWARD, FORWARD_CAPPED, FORWARD_SHORT):
         for widths, config in table.items():
             assert shared_bytes(config, *widths) + BESIDE <= SHARED_MEMORY["hopper"]
             assert config.stages >= 2, "a tile is fetched while another is in use"
@@ -73,8 +75,18 @@ def test_a_block_has_registers_enough(groups):
 @pytest.mark.parametrize(("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])
 def test_padded(channels, width):
     assert padded(channels) == width
-    assert choose_forward(channels, channels, False, False) == FORWARD[width, width]
-    assert choose_forward(channels, channels, False, True) == FORWARD[width, width]._replace(groups=2)
+    assert choose_forward(channels, channels, 4096, False, False, True) == FORWARD[width, width]
+    assert choose_forward(channels, channels, 4096, False, True, True) == FORWARD[width, width]._replace(groups=2)
+
+
+def test_few_keys_take_small_tiles_at_the_diagonal():
+    small, usual = FORWARD_SHORT[64, 64], FORWARD[64, 64]
+    assert choose_forward(64, 48, SHORT_KEYS, False, False, True) == small
+    assert choose_forward(64, 64, SHORT_KEYS + 1, False, False, True) == usual
+    assert choose_forward(64, 64, SHORT_KEYS, False, False, False) == usual
+    assert choose_forward(64, 64, SHORT_KEYS, False, True, True) == usual._replace(groups=2)
+    assert choose_forward(64, 64, SHORT_KEYS, True, False, True) == FORWARD_CAPPED[64, 64]
+    assert choose_forward(128, 128, SHORT_KEYS, False, False, True) == FORWARD[128, 128]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_every_way_to_run_it(channels, groups, slots):
     q, k, v = tensors(*[(2, 1000, 24, channels)] * 3)
     inputs = launch.make_inputs(q, k, v, None, None, True, 700, -1, channels**-0.5, 0.0)
     o, lse = torch.empty_like(q), torch.empty(2, 24, 1000, device="cuda")
-    config = choose_forward(channels, channels, False, True)._replace(groups=groups, slots=slots)
+    config = choose_forward(channels, channels, 1000, False, True, True)._replace(groups=groups, slots=slots)
     run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device)
     truth, truth_lse = flash_attention(*(x.double() for x in (q, k, v)), causal=True, window_size=(700, -1), return_lse=True, backend="reference")
     assert (o.double() - truth).norm() / truth.norm() < 1e-2

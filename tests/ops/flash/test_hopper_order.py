@@ -128,8 +128,9 @@ class Program:
     "problem", [(700, 700, None, None), (700, 700, None, 0), (700, 700, 130, 0), (300, 700, 64, 64), (700, 300, None, 0)], ids=str
 )
 @pytest.mark.parametrize("processors", [1, 2, 5])
-def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, device):
-    """Programs start in the order of their tickets as others end, and go on at random: every tile gets its blocks from the first to the last."""
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "free"])
+def test_nobody_waits_forever_and_every_block_adds_once(problem, processors, ordered, device):
+    """Blocks begin in the order of their tickets as others end, and go on at random: ordered, a tile gets its blocks from the first to the last."""
     low, high, _, _, first, end = reach(device, *problem)
     group, blocks = 2, -(-problem[1] // BLOCK_N)
     rng = random.Random(processors)
@@ -140,7 +141,11 @@ def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, devic
     while waiting or running:
         while waiting and len(running) < processors:
             running.append(waiting.pop(0))
-        ready = [p for p in running if p.done == len(p.steps) or p.block == first[p.steps[p.done][0]] or turns.get(p.steps[p.done], 0) >= p.block]
+        ready = [
+            p
+            for p in running
+            if p.done == len(p.steps) or p.block == first[p.steps[p.done][0]] or turns.get(p.steps[p.done], 0) >= (p.block if ordered else 1)
+        ]
         assert ready, "all that run wait"
         program = rng.choice(ready)
         if program.done == len(program.steps):
@@ -148,11 +153,12 @@ def test_nobody_waits_forever_and_blocks_add_in_order(problem, processors, devic
             continue
         step = program.steps[program.done]
         added.setdefault(step, []).append(program.block)
-        turns[step] = program.block + 1
+        if ordered or program.block == first[step[0]]:
+            turns[step] = program.block + 1
         program.done += 1
     tiles = -(-problem[0] // BLOCK_M)
     expected = {(m, g): list(range(first[m], end[m])) for m in range(tiles) for g in range(group) if first[m] < end[m]}
-    assert added == expected
+    assert (added if ordered else {step: sorted(blocks) for step, blocks in added.items()}) == expected
 
 
 def busy(heads, blocks, group, together, downwards):

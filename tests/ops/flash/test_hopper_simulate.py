@@ -41,7 +41,7 @@ def test_the_kernels_store_what_the_simulation_makes(problem, channels):
     o, lse = torch.empty_like(rows_q), torch.empty(1, GROUP, queries, device="cuda")
     run_all([launch_hopper.forward_launch(inputs, o, lse)], o.device)
     dq, dk, dv = launch_hopper_bwd.backward(inputs, o, lse, rows_do, dlse.float()[None])
-    config = choose_forward(channels, channels, bool(options.softcap), options.left is not None)
+    config = choose_forward(channels, channels, keys, bool(options.softcap), options.left is not None, options.right is not None)
     for head in range(GROUP):
         ours, ours_lse = forward(q[head], k, v, Tiling(config.block_m, config.block_n, reverse=True), options)
         # Where rounding falls the other way once, a 16-bit value moves by its last bit.

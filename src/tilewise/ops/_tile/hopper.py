@@ -65,6 +65,24 @@ def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_notes(COUNT: gl.constexpr):
+    """Shared memory for COUNT whole numbers, by which one warp tells others what there is to do."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def write_note(notes, i, value):
+    """Note a number, in a partition of one warp."""
+    notes.index(i).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def read_note(notes, i, WARPS: gl.constexpr):
+    """The same number, in a partition of WARPS warps."""
+    return gl.max(notes.index(i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
     """The next buffer of a ring, and the phase of its barriers: it changes each time round.
 

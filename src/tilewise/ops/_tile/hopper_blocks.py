@@ -1,23 +1,29 @@
-"""Blocks of keys of the backward for Hopper: which there are and in which order, the query tiles that each meets, and the warp that fetches them."""
+"""Blocks of keys of the backward for Hopper: which there are and in which order, the query tiles that each meets, and the warps that fetch and store.
+
+A program takes one block after the other. K and V of a block have a slot in shared memory, where dK and dV are put in the end. With two SLOTS the
+next block's K and V are fetched while this one's last steps run, and dK and dV leave while the next one's first steps do; with one, only its first
+query tiles are there before.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.ops._tile.hopper import load_tile, tma_load
-from tilewise.ops._tile.reach import head_and_slot, query_tiles, step_tile
+from tilewise.ops._tile.hopper import load_tile, read_note, store_tile, thread_barrier, tma_load, write_note
+from tilewise.ops._tile.reach import first_block, head_and_slot, query_tiles, step_tile
 from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
+
+# What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's first key, keys, queries, the
+# first tile of the group's first query head, the last tile of the walk, its steps, and whether the block waits for those before it.
+FIELDS = gl.constexpr(10)
 
 
 @gluon.jit
 def locate_block(
     place, sizes, together, group, left, right, cu_q, cu_k,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The block of keys at a place in the order of work: its number, its rows of K, and whether it waits for the block before it.
-
-    Then what it meets: the rows of the group's first query head, that head's first tile, and the walk through the tiles.
-    """
+    """What is to be noted of the block at a place in the order of work, and the first query of its sequence."""
     n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys = sizes
     n_heads = n_heads_k
     if not PACKED:
@@ -29,46 +35,163 @@ def locate_block(
     start_q = 0
     start_k = 0
     slot_q = 0
-    waits = i_slot > 0
+    n_all_keys = n_keys
     if PACKED:
         i_b, i_block = find_tile(cu_k, i_slot, n_batch, n_keys, BLOCK_N)
-        # Offsets that are not in order may leave out the block before: then nobody would end the wait for it.
-        b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - 1, 0), n_batch, n_keys, BLOCK_N)
-        waits = (b_before == i_b) & (block_before + 1 == i_block)
         slot_q = first_slot(i_b, cu_q, n_queries, BLOCK_M)
         start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
         start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
     low, high = query_tiles(i_block * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    waits = i_slot > 0
+    if PACKED:
+        # Offsets that are not in order may leave out blocks before: then nobody would end the wait for them. Slots of one sequence are neighbours.
+        n_before = gl.minimum(i_block, 1)
+        if not ORDERED:
+            n_before = i_block - first_block(low * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, BLOCK_N)
+        b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - n_before, 0), n_batch, n_all_keys, BLOCK_N)
+        waits = (b_before == i_b) & (block_before + n_before == i_block)
     # Tiles of one query head lie n_slots_q apart from those of the next.
     first_tile = i_head * group * n_slots_q + slot_q
-    walk = (high - 1, (high - low) * group, group, n_slots_q)
-    rows_q = (i_b, i_hk * group, start_q, n_queries)
-    rows_k = (i_b, i_hk, start_k, n_keys)
-    return i_block, rows_k, waits, rows_q, first_tile, walk
+    return (i_block, i_b, i_hk, start_k, n_keys, n_queries, first_tile, high - 1, (high - low) * group, waits.to(gl.int32)), start_q
 
 
 @gluon.jit
-def produce_tiles(arguments, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr):
-    """Brings K and V once, and each step's Q, dO and their rows' LSE and delta."""
-    descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile = arguments
-    q, k, v, do, lse_log2, delta = descriptors
-    qs, ks, vs, dos, lses, deltas = buffers
-    kv_full, q_full, do_full, empty = barriers
-    i_b, i_hk, start_k, n_keys = rows_k
-    i_b, i_hq, start_q, n_queries = rows_q
-    last, n_steps, group, n_slots_q = walk
+def read_block(notes, full, i_item, SLOTS: gl.constexpr, WARPS: gl.constexpr):
+    """Wait for the program's block number `i_item` and read what is noted of it, in a partition of WARPS warps.
+
+    Its number, where its rows of K are, keys, how many more they are than queries, the walk, and whether it waits.
+    """
+    mbarrier.wait(full.index(i_item % SLOTS), (i_item // SLOTS) & 1)
+    note = i_item % SLOTS * FIELDS
+    i_block = read_note(notes, note, WARPS)
+    rows = (read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS))
+    n_keys = read_note(notes, note + 4, WARPS)
+    off = n_keys - read_note(notes, note + 5, WARPS)
+    walk = (read_note(notes, note + 6, WARPS), read_note(notes, note + 7, WARPS), read_note(notes, note + 8, WARPS))
+    waits = read_note(notes, note + 9, WARPS) != 0
+    # All threads have read before one of them gives the notes free.
+    thread_barrier()
+    return i_block, rows, n_keys, off, walk, waits
+
+
+@gluon.jit
+def wait_turn(p_turn, i_block):
+    """Wait until a tile's counter has come to `i_block`."""
+    # An addition of 0 is how an acquiring load is written.
+    turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
+    while turn < i_block:
+        turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
+
+
+@gluon.jit
+def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
+    """For one warp: 0 to a tile of sums if its block is the first to add there, and its counter to 1; else wait for that."""
+    if is_first:
+        o = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+        for i in range(0, ELEMENTS, 128):
+            gl.store(p_sum + i + o, gl.zeros_like(o).to(gl.float32))
+        # One thread releases for all: their stores must be done.
+        thread_barrier()
+        gl.atomic_max(p_turn, 1, sem="release", scope="gpu")
+    elif waits:
+        wait_turn(p_turn, 1)
+
+
+@gluon.jit
+def fetch_keys(descriptors, buffers, notes, barriers, i_item, block, PACKED: gl.constexpr, SLOTS: gl.constexpr, HALF_N: gl.constexpr):
+    """Note what the program's next block is, and start to read its K and V, once their slot is free."""
+    _, k, v, _, _, _ = descriptors
+    _, ks, vs, _, _, _ = buffers
+    full, empty = barriers
+    i_block, i_b, i_hk, start_k, n_keys, _, _, _, _, _ = block
+    slot = i_item % SLOTS
+    mbarrier.wait(empty.index(slot), ((i_item // SLOTS) & 1) ^ 1)
+    for FIELD in gl.static_range(FIELDS):
+        write_note(notes, slot * FIELDS + FIELD, block[FIELD])
+    thread_barrier()
+    mbarrier.expect(full.index(slot), 2 * (k.block_type.nbytes + v.block_type.nbytes))
     for W in gl.static_range(2):
-        mbarrier.expect(kv_full.index(W), k.block_type.nbytes + v.block_type.nbytes)
-        load_tile(k, ks.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
-        load_tile(v, vs.index(W), kv_full.index(W), i_b, i_hk, start_k, n_keys, i_n + W * HALF_N, PACKED)
-    for i_step in range(n_steps):
-        i_tile, i_g = step_tile(i_step, last, group)
-        stage = i_step % STAGES
-        mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
-        o_row = (first_tile + i_g * n_slots_q + i_tile) * BLOCK_M
-        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + lse_log2.block_type.nbytes)
-        load_tile(q, qs.index(stage), q_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
-        tma_load(lse_log2, [o_row], q_full.index(stage), lses.index(stage))
-        mbarrier.expect(do_full.index(stage), do.block_type.nbytes + delta.block_type.nbytes)
-        load_tile(do, dos.index(stage), do_full.index(stage), i_b, i_hq + i_g, start_q, n_queries, i_tile * BLOCK_M, PACKED)
-        tma_load(delta, [o_row], do_full.index(stage), deltas.index(stage))
+        row = (i_block * 2 + W) * HALF_N
+        load_tile(k, ks.index(slot * 2 + W), full.index(slot), i_b, i_hk, start_k, n_keys, row, PACKED)
+        load_tile(v, vs.index(slot * 2 + W), full.index(slot), i_b, i_hk, start_k, n_keys, row, PACKED)
+
+
+@gluon.jit
+def fetch_queries(descriptors, buffers, barriers, count, place, row, o_row, PACKED: gl.constexpr, STAGES: gl.constexpr):
+    """Start to read a step's Q, dO and their rows' LSE and delta, once the buffers of this step, the `count`-th of the program, are free."""
+    q, _, _, do, lse_log2, delta = descriptors
+    qs, _, _, dos, lses, deltas = buffers
+    q_full, do_full, empty = barriers
+    i_b, i_hq, start_q, n_queries = place
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(q_full.index(stage), q.block_type.nbytes + lse_log2.block_type.nbytes)
+    load_tile(q, qs.index(stage), q_full.index(stage), i_b, i_hq, start_q, n_queries, row, PACKED)
+    tma_load(lse_log2, [o_row], q_full.index(stage), lses.index(stage))
+    mbarrier.expect(do_full.index(stage), do.block_type.nbytes + delta.block_type.nbytes)
+    load_tile(do, dos.index(stage), do_full.index(stage), i_b, i_hq, start_q, n_queries, row, PACKED)
+    tma_load(delta, [o_row], do_full.index(stage), deltas.index(stage))
+
+
+@gluon.jit
+def fetch_blocks(
+    given, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp: block after block, K and V, and each step's query tile; not ORDERED, it opens the step's sum before."""
+    descriptors, buffers, notes, of_blocks, of_steps, tickets, n_places, sizes, together, group, limits, offsets, sums, turns = given
+    left, right = limits
+    cu_q, cu_k = offsets
+    _, _, n_slots_q, _, _, _ = sizes
+    i_item = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while place < n_places:
+        block, start_q = locate_block(
+            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, ORDERED, BLOCK_M, 2 * HALF_N
+        )  # fmt: skip
+        i_block, i_b, i_hk, _, n_keys, n_queries, first_tile, last, n_steps, waits = block
+        # A packed block may be a slot past its sequence's last.
+        if i_block * (2 * HALF_N) < n_keys:
+            fetch_keys(descriptors, buffers, notes, of_blocks, i_item, block, PACKED, SLOTS, HALF_N)
+            i_item += 1
+            for i_step in range(n_steps):
+                i_tile, i_g = step_tile(i_step, last, group)
+                i_sum = first_tile + i_g * n_slots_q + i_tile
+                if not ORDERED:
+                    is_first = i_block == first_block(i_tile * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, 2 * HALF_N)
+                    open_sum(sums + i_sum.to(gl.int64) * (BLOCK_M * BLOCK_D), turns + i_sum, is_first, waits != 0, BLOCK_M * BLOCK_D)
+                rows_q = (i_b, i_hk * group + i_g, start_q, n_queries)
+                fetch_queries(descriptors, buffers, of_steps, done + i_step, rows_q, i_tile * BLOCK_M, i_sum * BLOCK_M, PACKED, STAGES)
+            done += n_steps
+        # Taken as late as can be: who has done its blocks takes the next, whatever they took.
+        place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    full, empty = of_blocks
+    mbarrier.wait(empty.index(i_item % SLOTS), ((i_item // SLOTS) & 1) ^ 1)
+    write_note(notes, i_item % SLOTS * FIELDS, -1)
+    thread_barrier()
+    mbarrier.arrive(full.index(i_item % SLOTS), count=1)
+
+
+@gluon.jit
+def store_blocks(given, HALF_N: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr):
+    """The storing warp: dK and dV of block after block, from where K and V were, once both warpgroups have put them there."""
+    outputs, buffers, notes, of_blocks, written = given
+    dk, dv = outputs
+    _, ks, vs, _, _, _ = buffers
+    full, empty = of_blocks
+    i_item = gl.to_tensor(0)
+    i_block, rows, n_keys, _, _, _ = read_block(notes, full, i_item, SLOTS, 1)
+    while i_block >= 0:
+        i_b, i_hk, start_k = rows
+        slot = i_item % SLOTS
+        mbarrier.wait(written.index(slot), (i_item // SLOTS) & 1)
+        for W in gl.static_range(2):
+            row = (i_block * 2 + W) * HALF_N
+            store_tile(dv, vs.index(slot * 2 + W), i_b, i_hk, start_k, n_keys, row, PACKED)
+            store_tile(dk, ks.index(slot * 2 + W), i_b, i_hk, start_k, n_keys, row, PACKED)
+        # The copies read shared memory until then.
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(slot), count=1)
+        i_item += 1
+        i_block, rows, n_keys, _, _, _ = read_block(notes, full, i_item, SLOTS, 1)

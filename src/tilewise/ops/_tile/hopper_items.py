@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._tile.hopper import load_tile, next_stage, thread_barrier
+from tilewise.ops._tile.hopper import load_tile, next_stage, thread_barrier, write_note
 from tilewise.ops._tile.mask import key_range
 from tilewise.ops._tile.varlen import find_tile, sequence_bounds
 
@@ -60,18 +60,6 @@ def own_tiles(row, first, end, n_queries, n_keys, window, LEFT: gl.constexpr, RI
 
 
 @gluon.jit
-def write_field(notes, slot, FIELD: gl.constexpr, value):
-    """One number of an item into shared memory, by the fetching warp."""
-    notes.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def read_field(notes, slot, FIELD: gl.constexpr):
-    """The same number, in a warpgroup."""
-    return gl.max(notes.index(slot * FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def fetch_step(given, stage, phase, place, row, HAS_K: gl.constexpr, HAS_V: gl.constexpr, PACKED: gl.constexpr, BLOCK_N: gl.constexpr):
     """Start to read what a step multiplies with, once its buffers are free: K from `row` on, and of V the tile before, which lies after it."""
     k_desc, v_desc, k_tiles, v_tiles, full, empty = given
@@ -90,7 +78,7 @@ def fetch_queries(desc, tiles, notes, q_full, q_empty, slot, turn, item, GROUPS:
     i_m, i_h, i_b, start, n_queries, _ = item
     mbarrier.wait(q_empty.index(slot), turn ^ 1)
     for FIELD in gl.static_range(FIELDS):
-        write_field(notes, slot, FIELD, item[FIELD])
+        write_note(notes, slot * FIELDS + FIELD, item[FIELD])
     thread_barrier()
     mbarrier.expect(q_full.index(slot), GROUPS * desc.block_type.nbytes)
     for w in gl.static_range(GROUPS):
@@ -137,6 +125,6 @@ def fetch_items(
         else:
             item += gl.num_programs(0)
     mbarrier.wait(q_empty.index(slot), turn ^ 1)
-    write_field(notes, slot, 0, -1)
+    write_note(notes, slot * FIELDS, -1)
     thread_barrier()
     mbarrier.arrive(q_full.index(slot), count=1)

@@ -66,20 +66,25 @@ FORWARD: dict[tuple[int, int], Forward] = {
 }
 # With softcap, whose tanh takes registers: smaller tiles in place of those.
 FORWARD_CAPPED: dict[tuple[int, int], Forward] = {widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))}
+# Of at most so many keys, where a limit to the right cuts them (causal): half of a tile at the diagonal is masked, so smaller ones.
+SHORT_KEYS = 2048
+FORWARD_SHORT: dict[tuple[int, int], Forward] = {(64, 64): Forward(64, 8, groups=3)}
 
 
 class Backward(NamedTuple):
-    """Queries of a tile; keys of a program, half of them for each of two warpgroups; query tiles in flight; whether a tile's scores start early."""
+    """Queries of a tile; keys of a block, half of them for each of two warpgroups; query tiles, and blocks, in memory; whether scores start early."""
 
     block_m: int
     block_n: int
     stages: int
+    slots: int = 1
     ahead: bool = False
 
 
-# At 64 channels the scores of the next tile are started before this one's dQ: at 128 there are no registers for them.
+# At 64 channels the scores of the next tile are started before this one's dQ, and the next block's keys are fetched during this one: at 128 there are
+# no registers for the first, nor for addresses that differ from block to block.
 BACKWARD: dict[tuple[int, int], Backward] = {
-    (64, 64): Backward(64, 128, 4, ahead=True),
+    (64, 64): Backward(64, 128, 4, slots=2, ahead=True),
     (64, 128): Backward(64, 128, 2),
     (128, 64): Backward(64, 128, 2),
     (128, 128): Backward(64, 128, 2),
@@ -105,12 +110,14 @@ def padded(channels: int) -> int:
 
 
 @functools.cache
-def choose_forward(channels: int, value_channels: int, capped: bool, windowed: bool) -> Forward:
-    """The forward's tiles, under softcap or not, and with a limit to the left or without."""
+def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, left: bool, right: bool) -> Forward:
+    """The forward's tiles for so many keys, under softcap or not, and with limits to the left and right or without."""
     widths = padded(channels), padded(value_channels)
     config = FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
+    if right and not left and not capped and keys <= SHORT_KEYS:
+        config = FORWARD_SHORT.get(widths, config)
     # One loop more, for the tiles that the left limit cuts, takes registers that three warpgroups do not have.
-    return config._replace(groups=2) if windowed else config
+    return config._replace(groups=2) if left else config
 
 
 @functools.cache

@@ -1,32 +1,37 @@
 """Flash attention backward for Hopper: one kernel and five products, dQ summed in memory.
 
-A program owns BLOCK_N keys of one key head: two warpgroups with half of them each, which share every query tile that one TMA warp brings. A warpgroup
-computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ come out of the matrix unit in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them.
-dSᵀ also goes through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the keys of both. That half is added to an
-fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row straight from the matrix unit's registers.
+A program takes block after block of BLOCK_N keys of one key head: two warpgroups with half of them each, which share every query tile that one warp
+brings (`_tile.hopper_blocks`). A warpgroup computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ come out of the matrix unit in the registers where
+dV += Pᵀ dO and dK += dSᵀ Q want them. dSᵀ also goes through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the
+keys of both. That half is added to an fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row
+straight from the matrix unit's registers.
 Operations: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds 4 · BLOCK_M · D bytes; K, V, dK
-and dV pass once. On chip: (BLOCK_N + STAGES · BLOCK_M) · (D + Dv) elements and twice dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
+and dV pass once. On chip: (SLOTS · BLOCK_N + STAGES · BLOCK_M) · (D + Dv) elements, with two SLOTS K and V of the next block among them, and twice
+dSᵀ in shared memory, BLOCK_N · (D + Dv) fp32 sums in registers.
 
-A step is a chain: S, P, dS, the exchange of dS, dQ and its addition, dK. AHEAD, the next step's Sᵀ is started before the exchange, and EARLY, dV
-before dS is computed, so that products run meanwhile; both hold registers longer.
+A step is a chain: S, P, dS, the exchange of dS, dQ and its addition, dK. AHEAD, the next step's Sᵀ is started before the exchange, and dV before dS
+is computed, so that products run meanwhile; both hold registers longer.
 
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
+The first block that meets a tile writes, so that nobody has to clear it. Where the order is free, the warp that fetches query tiles opens each tile's
+sum before (`open_sum`): that of the first block clears it, those of others wait until it has.
 
-Nobody waits forever, in whatever order programs start: a program takes its place from a counter of tickets, and waits only for the block before its
-own, which has a smaller ticket, so that it runs already or is done. Hardly anybody waits long: every program walks the query tiles from the last
-to the first, and the heads of its group inside a tile. Under a causal mask the programs of the first keys are the longest; they have the first
-tickets, which evens out the end, and all programs begin with the same tile: each has to stay one step behind the one before it, and nothing more, for
-the shorter ones drop out at the diagonal. With the first tile first, a program would begin two tiles ahead of the one before it and wait at once;
-with the heads outside, it would overtake that one anew at each head. Under a left limit the one before is two tiles ahead from the start.
+Nobody waits forever, in whatever order programs start: a program takes its blocks from a counter of tickets, in ascending order, and waits only for
+blocks before its own, which have smaller tickets: the smallest that is not done is being worked on, and waits for nobody. Hardly anybody waits long:
+every program walks the query tiles from the last to the first, and the heads of its group inside a tile. Under a causal mask the blocks of the first
+keys are the longest; they have the first tickets, which evens out the end, and all begin with the same tile: each has to stay one step behind the one
+before it, and nothing more, for the shorter ones drop out at the diagonal. With the first tile first, a block would begin two tiles ahead of the one
+before it and wait at once; with the heads outside, it would overtake that one anew at each head. Under a left limit the one before is two tiles ahead
+from the start.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, store_tile, thread_barrier
-from tilewise.ops._tile.hopper_blocks import locate_block, produce_tiles
+from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, thread_barrier
+from tilewise.ops._tile.hopper_blocks import FIELDS, fetch_blocks, read_block, store_blocks, wait_turn
 from tilewise.ops._tile.reach import first_block, step_tile, whole_tiles
 from tilewise.ops._tile.softmax import cap_scores
 
@@ -37,35 +42,52 @@ TURNS = gl.constexpr(4)
 
 
 @gluon.jit
-def grant(
-    go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):  # fmt: skip
-    """Lets the warpgroups add to a step's tile once the block before this one has; at most TURNS tiles ahead of `release`."""
-    off, left, _ = limits
-    last, n_steps, group, n_slots_q = walk
-    for i_step in range(n_steps):
-        i_tile, i_g = step_tile(i_step, last, group)
-        mbarrier.wait(free.index(i_step % TURNS), ((i_step // TURNS) & 1) ^ 1)
-        if waits & (i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)):
-            p_turn = turns + (first_tile + i_g * n_slots_q + i_tile)
-            # An addition of 0 is how an acquiring load is written.
-            turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
-            while turn < i_block:
-                turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
-        mbarrier.arrive(go.index(i_step % TURNS), count=1)
+def grant(given, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Lets the warpgroups add to a step's tile once the block before theirs has; at most TURNS tiles ahead of `release`."""
+    notes, of_blocks, order, turns, left, group, n_slots_q = given
+    full, empty = of_blocks
+    go, _, free = order
+    i_item = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
+    while i_block >= 0:
+        first_tile, last, n_steps = walk
+        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
+        for i_step in range(n_steps):
+            i_tile, i_g = step_tile(i_step, last, group)
+            count = done + i_step
+            mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
+            if waits & (i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)):
+                wait_turn(turns + (first_tile + i_g * n_slots_q + i_tile), i_block)
+            mbarrier.arrive(go.index(count % TURNS), count=1)
+        done += n_steps
+        i_item += 1
+        i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
 
 
 @gluon.jit
-def release(done, free, turns, i_block, walk, first_tile):
+def release(given, SLOTS: gl.constexpr):
     """Passes a step's tile on to the next block after both warpgroups have added to it."""
-    last, n_steps, group, n_slots_q = walk
-    for i_step in range(n_steps):
-        i_tile, i_g = step_tile(i_step, last, group)
-        mbarrier.wait(done.index(i_step % TURNS), (i_step // TURNS) & 1)
-        mbarrier.arrive(free.index(i_step % TURNS), count=1)
-        # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets
-        # that are not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
-        gl.atomic_max(turns + (first_tile + i_g * n_slots_q + i_tile), i_block + 1, sem="release", scope="gpu")
+    notes, of_blocks, order, turns, _, group, n_slots_q = given
+    full, empty = of_blocks
+    _, added, free = order
+    i_item = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)
+    while i_block >= 0:
+        first_tile, last, n_steps = walk
+        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
+        for i_step in range(n_steps):
+            i_tile, i_g = step_tile(i_step, last, group)
+            count = done + i_step
+            mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
+            mbarrier.arrive(free.index(count % TURNS), count=1)
+            # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets
+            # that are not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
+            gl.atomic_max(turns + (first_tile + i_g * n_slots_q + i_tile), i_block + 1, sem="release", scope="gpu")
+        done += n_steps
+        i_item += 1
+        i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)
 
 
 @gluon.jit
@@ -100,10 +122,10 @@ def add_values(acc_dv, b_pT, b_do):
 
 @gluon.jit
 def score_gradients(
-    none_s, b_sT, acc_dv, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
+    none_s, b_sT, acc_dv, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
 ):  # fmt: skip
-    """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; EARLY, dV with Pᵀ added, on its way, in place of Pᵀ.
+    """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; AHEAD, dV with Pᵀ added, on its way, in place of Pᵀ.
 
     Sᵀ is there if AHEAD. A tile outside of `whole` is masked.
     """
@@ -129,9 +151,9 @@ def score_gradients(
     b_pT_or_dv = b_pT.to(b_do.dtype)
     if SOFTCAP:
         b_pT = b_pT * (1.0 - b_sT * b_sT)
-    if EARLY:
+    if AHEAD:
         b_pT_or_dv = add_values(acc_dv, b_pT_or_dv, b_do)
-    b_dpT = warpgroup_mma_wait(1 if EARLY else 0, deps=(dp_flying,))
+    b_dpT = warpgroup_mma_wait(1 if AHEAD else 0, deps=(dp_flying,))
     b_dsT = (b_pT * (b_dpT - gl.expand_dims(deltas.index(stage).load(row_layout), 0))).to(b_q.dtype)
     return b_pT_or_dv, b_dsT
 
@@ -152,10 +174,10 @@ def add_to_sums(
     """Adds to a step's tile of dQ: ORDERED, in the block's turn, and the first block that meets the tile writes, for nobody has cleared it."""
     p_sums, o_dq, first_tile, n_slots_q = target
     go, i_block, off, left = turn
-    i_step, i_tile, i_g = step
+    count, i_tile, i_g = step
     p_dq = p_sums + (first_tile + i_g * n_slots_q + i_tile).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
     if ORDERED:
-        mbarrier.wait(go.index(i_step % TURNS), (i_step // TURNS) & 1)
+        mbarrier.wait(go.index(count % TURNS), (count // TURNS) & 1)
         if i_block == first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N):
             gl.store(p_dq, b_dq)
         else:
@@ -166,27 +188,27 @@ def add_to_sums(
 
 @gluon.jit
 def add_products(
-    acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, exchange, half, target, turn, step, coming,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, ready, target, turn, step, coming,
+    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with a step's products added, and AHEAD the next step's Sᵀ; dQ, this warpgroup's columns from the dSᵀ of both, is added in memory."""
     b_q, b_do = queries
     b_k0, b_k1 = columns
-    ready, _ = exchange
-    i_step, _, _ = step
+    count, _, _ = step
+    half = count % 2
     q_after, q_full, after, phase_after, some = coming
     staged.index(half * 2 + W).store(b_dsT)
     fence_async_shared()
     # Under the wait for the other warpgroup.
-    dv_flying = b_pT_or_dv if EARLY else add_values(acc_dv, b_pT_or_dv, b_do)
+    dv_flying = b_pT_or_dv if AHEAD else add_values(acc_dv, b_pT_or_dv, b_do)
     # One thread arrives for all: their stores must be done.
     thread_barrier()
     mbarrier.arrive(ready[W].index(half), count=1)
     if AHEAD:
         b_sT = start_scores(none_s, keys[0], q_after, q_full, after, phase_after, some)
     # Two buffers take turns: whoever has this tile's dS of the other warpgroup knows that it is done with the tile before.
-    mbarrier.wait(ready[1 - W].index(half), (i_step // 2) & 1)
+    mbarrier.wait(ready[1 - W].index(half), (count // 2) & 1)
     # [M, N] @ [N, D / 2] -> [M, D / 2]
     dq_flying = warpgroup_mma(staged.index(half * 2).permute((1, 0)), b_k0, none_dq, use_acc=False, is_async=True)
     dq_flying = warpgroup_mma(staged.index(half * 2 + 1).permute((1, 0)), b_k1, dq_flying, is_async=True)
@@ -202,97 +224,111 @@ def add_products(
 
 
 @gluon.jit
-def write_gradients(outputs, tiles, keys, acc_dk, acc_dv, finished, rows_k, i_nw, scale, PACKED: gl.constexpr):
-    """A warpgroup's rows of dK and dV, by way of the shared memory that held K and V."""
-    dk, dv = outputs
-    k_tile, v_tile = tiles
-    i_b, i_hk, start_k, n_keys = rows_k
+def leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scale, SLOTS: gl.constexpr):
+    """A warpgroup's rows of dK and dV into the shared memory that held K and V, for `store_blocks`."""
     b_k, b_v = keys
     # V's rows of this warpgroup are read by nobody else; K's are, for dQ.
     b_v.store(acc_dv.to(b_v.dtype))
-    fence_async_shared()
-    thread_barrier()
-    store_tile(dv, v_tile, i_b, i_hk, start_k, n_keys, i_nw, PACKED)
     mbarrier.arrive(finished.index(0), count=1)
-    mbarrier.wait(finished.index(0), 0)
+    mbarrier.wait(finished.index(0), i_item & 1)
     b_k.store((acc_dk * scale).to(b_k.dtype))
     fence_async_shared()
+    # One thread arrives for all: their stores must be done.
     thread_barrier()
-    store_tile(dk, k_tile, i_b, i_hk, start_k, n_keys, i_nw, PACKED)
-    tma.store_wait(0)
+    mbarrier.arrive(written.index(i_item % SLOTS), count=1)
 
 
 @gluon.jit
-def consume(
-    arguments,
+def consume_block(
+    given, block, i_item, done, none_s, none_dq, o_dq,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: HALF_N keys' part of every step, one half of dQ's columns, and at the end its rows of dK and dV."""
-    outputs, buffers, staged, barriers, exchange, order, rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales = arguments
+    """Warpgroup W's part of a block of keys: of every step, which are the program's steps from `done` on, and its rows of dK and dV."""
+    buffers, staged, _, _, of_steps, exchange, order, left, right, group, n_slots_q, sums, scales = given
     qs, ks, vs, dos, lses, deltas = buffers
-    kv_full, q_full, do_full, empty = barriers
-    go, done = order
-    off, left, right = limits
-    last, n_steps, group, n_slots_q = walk
-    n_keys = rows_k[3]
+    q_full, do_full, empty = of_steps
+    ready, finished, written = exchange
+    go, added, _ = order
+    i_block, _, n_keys, off, walk, _ = block
+    first_tile, last, n_steps = walk
     HALF_D: gl.constexpr = BLOCK_D // 2
-    # Without AHEAD it takes registers that are scarce: in the order that waits it pays all the same, unless softcap takes them too.
-    EARLY: gl.constexpr = AHEAD or (ORDERED and not SOFTCAP)
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
 
-    keys = (as_matrix(ks.index(W), HALF_N, BLOCK_D), as_matrix(vs.index(W), HALF_N, BLOCK_DV))
+    slot = i_item % SLOTS
+    keys = (as_matrix(ks.index(slot * 2 + W), HALF_N, BLOCK_D), as_matrix(vs.index(slot * 2 + W), HALF_N, BLOCK_DV))
     # The columns of all keys that this warpgroup's half of dQ is made of.
-    b_k0 = as_matrix(ks.index(0), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
-    b_k1 = as_matrix(ks.index(1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
+    b_k0 = as_matrix(ks.index(slot * 2), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
+    b_k1 = as_matrix(ks.index(slot * 2 + 1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
     acc_dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
     acc_dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
-    none_s = gl.zeros([HALF_N, BLOCK_M], gl.float32, score_layout)
-    none_dq = gl.zeros([BLOCK_M, HALF_D], gl.float32, dq_layout)
-    o_dq = sum_offsets(BLOCK_M, HALF_D, dq_layout)
     target = (sums + W * (HALF_D * BLOCK_M), o_dq, first_tile, n_slots_q)
     turn = (go, i_block, off, left)
-    i_nw = i_n + W * HALF_N
-    whole = whole_tiles(i_nw, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+    i_nw = i_block * (2 * HALF_N) + W * HALF_N
+    whole = whole_tiles(i_nw, n_keys - off, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
 
-    for I in gl.static_range(2):
-        mbarrier.wait(kv_full.index(I), 0)
     b_sT = none_s
     if AHEAD:
-        b_sT = start_scores(none_s, keys[0], as_matrix(qs.index(0), BLOCK_M, BLOCK_D), q_full, 0, 0, n_steps > 0)
+        b_q = as_matrix(qs.index(done % STAGES), BLOCK_M, BLOCK_D)
+        b_sT = start_scores(none_s, keys[0], b_q, q_full, done % STAGES, (done // STAGES) & 1, n_steps > 0)
         b_sT = warpgroup_mma_wait(0, deps=(b_sT,))
-    for i_step in range(n_steps):
-        i_tile, i_g = step_tile(i_step, last, group)
-        stage, phase, half = i_step % STAGES, (i_step // STAGES) & 1, i_step % 2
+    end = done + n_steps
+    for count in range(done, end):
+        i_tile, i_g = step_tile(count - done, last, group)
+        stage, phase = count % STAGES, (count // STAGES) & 1
         queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
-        after = (i_step + 1) % STAGES
-        coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((i_step + 1) // STAGES) & 1, i_step + 1 < n_steps)
+        after = (count + 1) % STAGES
+        coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((count + 1) // STAGES) & 1, count + 1 < end)
         b_pT_or_dv, b_dsT = score_gradients(
-            none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, EARLY, BLOCK_M, HALF_N,
+            none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys,
+            (off, left, right), scales, HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, BLOCK_M, HALF_N,
         )  # fmt: skip
         acc_dk, acc_dv, b_sT = add_products(
-            acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, (b_k0, b_k1), staged, exchange, half, target, turn,
-            (i_step, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, EARLY, BLOCK_M, 2 * HALF_N, BLOCK_D,
+            acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, (b_k0, b_k1), staged, ready, target, turn,
+            (count, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, BLOCK_M, 2 * HALF_N, BLOCK_D,
         )  # fmt: skip
         thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         if ORDERED:
-            mbarrier.arrive(done.index(i_step % TURNS), count=1)
-    write_gradients(outputs, (ks.index(W), vs.index(W)), keys, acc_dk, acc_dv, exchange[1], rows_k, i_nw, scales[0], PACKED)
+            mbarrier.arrive(added.index(count % TURNS), count=1)
+    leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scales[0], SLOTS)
+    return end
 
 
 @gluon.jit
-def allocate_buffers(descriptors, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of Q and dO with their rows' LSE and delta, and for both warpgroups' K and V."""
+def consume(
+    given,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W: HALF_N keys of block after block, as the fetching warp notes them, and one half of dQ's columns."""
+    _, _, notes, of_blocks, _, _, _, _, _, _, _, _, _ = given
+    full, _ = of_blocks
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
+    none_s = gl.zeros([HALF_N, BLOCK_M], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16]))
+    none_dq = gl.zeros([BLOCK_M, BLOCK_D // 2], gl.float32, dq_layout)
+    o_dq = sum_offsets(BLOCK_M, BLOCK_D // 2, dq_layout)
+    i_item = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    i_block, rows, n_keys, off, walk, waits = read_block(notes, full, i_item, SLOTS, 4)
+    while i_block >= 0:
+        done = consume_block(
+            given, (i_block, rows, n_keys, off, walk, waits), i_item, done, none_s, none_dq, o_dq,
+            W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS,
+        )  # fmt: skip
+        i_item += 1
+        i_block, rows, n_keys, off, walk, waits = read_block(notes, full, i_item, SLOTS, 4)
+
+
+@gluon.jit
+def allocate_buffers(descriptors, STAGES: gl.constexpr, SLOTS: gl.constexpr):
+    """Shared memory for STAGES tiles of Q and dO with their rows' LSE and delta, and for both warpgroups' K and V of SLOTS blocks."""
     q, k, v, do, lse_log2, delta = descriptors
     qs = allocate_tiles(q, STAGES)
     dos = allocate_tiles(do, STAGES)
-    ks = allocate_tiles(k, 2)
-    vs = allocate_tiles(v, 2)
+    ks = allocate_tiles(k, 2 * SLOTS)
+    vs = allocate_tiles(v, 2 * SLOTS)
     lses = allocate_tiles(lse_log2, STAGES)
     deltas = allocate_tiles(delta, STAGES)
     return qs, ks, vs, dos, lses, deltas
@@ -304,55 +340,56 @@ def flash_bwd_hopper_kernel(
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
-    # Grid: slots of BLOCK_N keys x key heads x batch, in one axis.
-    # Owns: BLOCK_N keys of one key head.
+    # Grid: as many programs as processors, or as blocks where those are fewer.
+    # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
     # Loops over: the query tiles that meet them, and in each the group's query heads.
-    # Writes: its rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
+    # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)
     HALF_N: gl.constexpr = BLOCK_N // 2
-    place = gl.program_id(0)
-    if ORDERED:
-        place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     sizes = (n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys)
-    i_block, rows_k, waits, rows_q, first_tile, walk = locate_block(
-        place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, BLOCK_N
-    )  # fmt: skip
-    i_n = i_block * BLOCK_N
-    n_queries, n_keys = rows_q[3], rows_k[3]
-    limits = (n_keys - n_queries, left, right)
-    scales = (scale, scale_log2, score_scale)
-
+    n_places = n_slots_k * n_heads_k * (1 if PACKED else n_batch)
     descriptors = (q, k, v, do, lse_log2, delta)
-    buffers = allocate_buffers(descriptors, STAGES)
+    buffers = allocate_buffers(descriptors, STAGES, SLOTS)
     # dSᵀ of both warpgroups, twice.
     staged = gl.allocate_shared_memory(q.dtype, [4, HALF_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], q.dtype))
-    # K and V, Q, and dO are there; both warpgroups let go of a query tile.
-    barriers = (allocate_barriers(2, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
-    # Both have added to dQ, and are done with K.
-    done = allocate_barriers(TURNS, 2)
-    finished = allocate_barriers(1, 2)
-    go = allocate_barriers(TURNS, 1)
+    notes = allocate_notes(SLOTS * FIELDS)
+    # K, V and notes are there; all single warps but the one that fetches let go of them.
+    of_blocks = (allocate_barriers(SLOTS, 1), allocate_barriers(SLOTS, 3 if ORDERED else 1))
+    # Q is there, and dO; both warpgroups let go of a query tile.
+    of_steps = (allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2))
+    # A warpgroup's dSᵀ is there; both are done with K; both have left dK and dV.
     ready = (allocate_barriers(2, 1), allocate_barriers(2, 1))
+    exchange = (ready, allocate_barriers(1, 2), allocate_barriers(SLOTS, 2))
+    # The warpgroups may add to dQ; both have; there is room for a turn more.
+    order = (allocate_barriers(TURNS, 1), allocate_barriers(TURNS, 2), allocate_barriers(TURNS, 1))
+    # Partitions take no None: what is missing is a pointer that nobody reads.
+    offsets = (cu_q if PACKED else turns, cu_k if PACKED else turns)
+    fetch = (
+        descriptors, buffers, notes, of_blocks, of_steps, tickets, n_places, sizes, together, group, (left, right), offsets, sums, turns,
+    )  # fmt: skip
+    attend = (
+        buffers, staged, notes, of_blocks, of_steps, exchange, order, left, right, group, n_slots_q, sums, (scale, scale_log2, score_scale),
+    )  # fmt: skip
+    store = ((dk, dv), buffers, notes, of_blocks, exchange[2])
+    turning = (notes, of_blocks, order, turns, left, group, n_slots_q)
     # fmt: off
-    given = (
-        (dk, dv), buffers, staged, barriers, (ready, finished), (go, done), rows_k, i_n, i_block, n_queries, limits, walk, first_tile, sums, scales,
-    )
-    produce = (descriptors, buffers, barriers, rows_k, rows_q, i_n, walk, first_tile)
     if ORDERED:
-        free = allocate_barriers(TURNS, 1)
         gl.warp_specialize([
-            (consume, (given, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (consume, (given, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
-            (grant, (go, free, turns, i_block, waits, limits, walk, first_tile, HAS_LEFT, BLOCK_M, BLOCK_N)),
-            (release, (done, free, turns, i_block, walk, first_tile)),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
+            (store_blocks, (store, HALF_N, PACKED, SLOTS)),
+            (grant, (turning, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
+            (release, (turning, SLOTS)),
+        ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (consume, (given, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (consume, (given, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PACKED, AHEAD)),
-            (produce_tiles, (produce, BLOCK_M, HALF_N, STAGES, PACKED)),
-        ], [4, 1], [240, 24])
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
+            (store_blocks, (store, HALF_N, PACKED, SLOTS)),
+        ], [4, 1, 1], [240, 24, 24])
     # fmt: on

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.ops._tile.hopper import allocate_barriers, allocate_tiles, as_matrix, next_stage, store_tile, thread_barrier
-from tilewise.ops._tile.hopper_items import FIELDS, ROWS, fetch_items, key_tiles, own_tiles, read_field
+from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, next_stage, read_note, store_tile, thread_barrier
+from tilewise.ops._tile.hopper_items import FIELDS, ROWS, fetch_items, key_tiles, own_tiles
 from tilewise.ops._tile.mask import keep
 from tilewise.ops._tile.softmax import cap_scores, online_softmax_terms
 
@@ -163,9 +163,10 @@ def begin_item(
     """Wait for the next item, let the key tiles before the warpgroup's own go by, and start the scores of its first: of anything if it has none."""
     full, _ = ring
     mbarrier.wait(q_full.index(slot), turn)
-    i_m = read_field(notes, slot, 0)
-    item = (read_field(notes, slot, 1), read_field(notes, slot, 2), read_field(notes, slot, 3), read_field(notes, slot, 4))
-    n_keys = read_field(notes, slot, 5)
+    note = slot * FIELDS
+    i_m = read_note(notes, note, 4)
+    item = (read_note(notes, note + 1, 4), read_note(notes, note + 2, 4), read_note(notes, note + 3, 4), read_note(notes, note + 4, 4))
+    n_keys = read_note(notes, note + 5, 4)
     # All threads have read the notes before one of them gives them free.
     thread_barrier()
     n_queries = gl.where(i_m >= 0, item[3], -1)
@@ -262,7 +263,7 @@ def flash_fwd_hopper_kernel(
     k_tiles = allocate_tiles(k, STAGES)
     v_tiles = allocate_tiles(v, STAGES)
     o_tiles = q_tiles if O_IN_Q else allocate_tiles(o, GROUPS)
-    notes = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = allocate_notes(SLOTS * FIELDS)
     # One warp fills a buffer, all warpgroups empty it.
     barriers = (
         allocate_barriers(SLOTS, 1), allocate_barriers(SLOTS, GROUPS), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, GROUPS),

@@ -16,13 +16,13 @@ SIZES = ("n_batch", "n_slots", "n_heads", "n_queries", "n_keys", "left", "right"
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, sums, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, n_queries,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
+    o, do, lse, dlse, delta, lse_log2, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, n_queries,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of delta and lse_log2; ORDERED, its counter of turns, and the first program the one of tickets; else 0 to its tile of sums.
+    # Writes: its rows of delta and lse_log2, its counter of turns, and the first program the one of tickets.
     pid = tl.program_id(0)
     i_b, i_h, i_m, start_q, Tq = locate_tile(pid, n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     if cu_q is not None:
@@ -33,13 +33,9 @@ def flash_bwd_hopper_prepare_kernel(
     o_row = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(delta + o_row, b_delta)
     tl.store(lse_log2 + o_row, b_lse)
-    if ORDERED:
-        tl.store(turns + pid, 0)
-        if pid == 0:
-            tl.store(tickets, 0)
-    else:
-        TILE: tl.constexpr = BLOCK_M * BLOCK_D
-        tl.store(sums + pid.to(tl.int64) * TILE + tl.arange(0, TILE), tl.zeros([TILE], tl.float32))
+    tl.store(turns + pid, 0)
+    if pid == 0:
+        tl.store(tickets, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)

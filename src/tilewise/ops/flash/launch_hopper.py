@@ -48,7 +48,9 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
 def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: Forward | None = None) -> Launch:
     """The forward kernel's launch, with the given tiles or those that configs choose."""
     q, k, v, scale, softcap = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.softcap
-    config = config or configs_hopper.choose_forward(q.shape[-1], v.shape[-1], bool(softcap), inputs.left is not None)
+    config = config or configs_hopper.choose_forward(
+        q.shape[-1], v.shape[-1], k.shape[-3], bool(softcap), inputs.left is not None, inputs.right is not None
+    )
     width, value_width = configs_hopper.padded(q.shape[-1]), configs_hopper.padded(v.shape[-1])
     n_tiles = tile_slots(q.shape[-3], config.block_m, inputs.cu_q)
     n_items = n_tiles * inputs.heads

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.
 REGISTERS = 168
-# Heads whose programs start side by side, so that they share what is in the L2 cache: few where their tensors are long.
+# Heads whose blocks are taken side by side, so that they share what is in the L2 cache: few where their tensors are long, and half as many where no
+# limit to the right makes blocks end, and others begin, out of step.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -73,19 +74,21 @@ def backward_launches(
     config: Backward | None = None,
 ) -> list[Launch]:
     """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv, all contiguous."""
-    block_m, block_n, stages, ahead = config or _choose(inputs)
+    block_m, block_n, stages, slots, ahead = config or _choose(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
+    together = TOGETHER_LONG if k.shape[-3] >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
     sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
     # Whose turn it is to add to each tile of sums, and how many programs have begun.
-    turns = torch.empty(tiles if deterministic else 1, dtype=torch.int32, device=q.device)
+    turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
-    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_D": block_d, "BLOCK_M": block_m}
-    of_queries = {"sums": sums, "n_slots": slots_q, "n_heads": q.shape[-2]}
+    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_M": block_m}
+    of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2]}
+    of_sums = {"sums": sums, "BLOCK_D": block_d}
     of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}
     prepare = {
         "o": o,
@@ -101,7 +104,6 @@ def backward_launches(
         "dlse_strides": None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride(),
         "DV": v.shape[-1],
         "BLOCK_DV": block_dv,
-        "ORDERED": deterministic,
         "enable_fp_fusion": True,
     }
     main = {
@@ -113,14 +115,13 @@ def backward_launches(
         "dv": tile_descriptor(dv, block_n // 2, block_dv),
         "lse_log2": _statistics(lse_log2, block_m),
         "delta": _statistics(delta, block_m),
-        "sums": sums,
         "turns": turns,
         "tickets": tickets,
         "n_slots_k": slots_k,
         "n_slots_q": slots_q,
         "n_heads_k": k.shape[-2],
         "group": inputs.group,
-        "together": TOGETHER_LONG if k.shape[-3] >= LONG_KEYS else TOGETHER_SHORT,
+        "together": together if inputs.right is not None else together // 2,
         "scale": inputs.scale,
         "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
         "score_scale": inputs.scale / inputs.softcap if inputs.softcap else 0.0,
@@ -130,14 +131,15 @@ def backward_launches(
         "ORDERED": deterministic,
         "PACKED": inputs.cu_q is not None,
         "AHEAD": ahead,
+        "SLOTS": slots,
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
     finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
     return [
         Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
-        Launch(flash_bwd_hopper_kernel, slots_k * heads_k, shared | of_keys | main),
-        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_keys | finish),
+        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_sums | of_keys | main),
+        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_sums | of_keys | finish),
     ]
 
 

@@ -4,8 +4,9 @@ from functools import partial
 
 from tilewise.verify.suite import Mutant
 
-_ITEMS, _FWD, _BWD, _SUM, _REACH = (
+_ITEMS, _BLOCKS, _FWD, _BWD, _SUM, _REACH = (
     "_tile.hopper_items",
+    "_tile.hopper_blocks",
     "flash.kernels_hopper_fwd",
     "flash.kernels_hopper_bwd",
     "flash.kernels_hopper_sum",
@@ -83,6 +84,14 @@ HOPPER = (
     _planted(
         "hopper-window-whole", "in the backward, tiles that the left limit cuts count as whole", _REACH,
         "high = tl.maximum(i_n + 1 - off + left, 0) // BLOCK_M", "high = tl.cdiv(n_queries, BLOCK_M)",
+    ),
+    _planted(
+        "hopper-half-stored", "dK of a block's first keys is stored for all of them", _BLOCKS,
+        "store_tile(dk, ks.index(slot * 2 + W)", "store_tile(dk, ks.index(slot * 2)",
+    ),
+    _planted(
+        "hopper-packed-gradients", "in the backward, every sequence's keys start at token 0", _BLOCKS,
+        "start_k, n_keys = sequence_bounds", "_, n_keys = sequence_bounds",
     ),
     _planted("hopper-dq-unscaled", "dQ lacks the scale", _SUM, "b_dq * scale", "b_dq"),
 )  # fmt: skip
