@@ -125,3 +125,17 @@ def test_prepare_and_finish(name, ordered):
     run_all([finish], q.device)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "causal", "expected"),
+    [(2048, None, True, 16), (2048, None, False, 8), (16384, None, True, 4), (16384, None, False, 2), (32768, 16, True, 16), (32768, 2, True, 4)],
+)
+def test_heads_side_by_side(tokens, sequences, causal, expected):
+    """By the length of a sequence, not by that of all packed ones together."""
+    x = torch.empty(*(() if sequences else (1,)), tokens, 2, 64, dtype=torch.bfloat16)
+    offsets = None if sequences is None else torch.linspace(0, tokens, sequences + 1).int()
+    inputs = launch.make_inputs(x, x, x, offsets, offsets, causal, -1, -1, 0.1, 0.0)
+    lse = torch.empty(2, tokens)
+    _, main, _ = launch_hopper_bwd.backward_launches(inputs, x, lse, x, None, (x, x, x), True)
+    assert main.arguments["together"] == expected

@@ -9,13 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.ops._tile.hopper import load_tile, read_note, store_tile, thread_barrier, tma_load, write_note
+from tilewise.ops._tile.hopper import load_tile, store_tile, thread_barrier, tma_load, write_note
+from tilewise.ops._tile.hopper_turns import FIELDS, open_sum, read_block
 from tilewise.ops._tile.reach import first_block, head_and_slot, query_tiles, step_tile
 from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
-
-# What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's first key, keys, queries, the
-# first tile of the group's first query head, the last tile of the walk, its steps, and whether the block waits for those before it.
-FIELDS = gl.constexpr(10)
 
 
 @gluon.jit
@@ -53,48 +50,6 @@ def locate_block(
     # Tiles of one query head lie n_slots_q apart from those of the next.
     first_tile = i_head * group * n_slots_q + slot_q
     return (i_block, i_b, i_hk, start_k, n_keys, n_queries, first_tile, high - 1, (high - low) * group, waits.to(gl.int32)), start_q
-
-
-@gluon.jit
-def read_block(notes, full, i_item, SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """Wait for the program's block number `i_item` and read what is noted of it, in a partition of WARPS warps.
-
-    Its number, where its rows of K are, keys, how many more they are than queries, the walk, and whether it waits.
-    """
-    mbarrier.wait(full.index(i_item % SLOTS), (i_item // SLOTS) & 1)
-    note = i_item % SLOTS * FIELDS
-    i_block = read_note(notes, note, WARPS)
-    rows = (read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS))
-    n_keys = read_note(notes, note + 4, WARPS)
-    off = n_keys - read_note(notes, note + 5, WARPS)
-    walk = (read_note(notes, note + 6, WARPS), read_note(notes, note + 7, WARPS), read_note(notes, note + 8, WARPS))
-    waits = read_note(notes, note + 9, WARPS) != 0
-    # All threads have read before one of them gives the notes free.
-    thread_barrier()
-    return i_block, rows, n_keys, off, walk, waits
-
-
-@gluon.jit
-def wait_turn(p_turn, i_block):
-    """Wait until a tile's counter has come to `i_block`."""
-    # An addition of 0 is how an acquiring load is written.
-    turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
-    while turn < i_block:
-        turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
-
-
-@gluon.jit
-def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
-    """For one warp: 0 to a tile of sums if its block is the first to add there, and its counter to 1; else wait for that."""
-    if is_first:
-        o = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-        for i in range(0, ELEMENTS, 128):
-            gl.store(p_sum + i + o, gl.zeros_like(o).to(gl.float32))
-        # One thread releases for all: their stores must be done.
-        thread_barrier()
-        gl.atomic_max(p_turn, 1, sem="release", scope="gpu")
-    elif waits:
-        wait_turn(p_turn, 1)
 
 
 @gluon.jit

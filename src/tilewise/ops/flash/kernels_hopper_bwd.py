@@ -31,63 +31,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, thread_barrier
-from tilewise.ops._tile.hopper_blocks import FIELDS, fetch_blocks, read_block, store_blocks, wait_turn
-from tilewise.ops._tile.reach import first_block, step_tile, whole_tiles
+from tilewise.ops._tile.hopper_blocks import fetch_blocks, store_blocks
+from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, grant, read_block, release
+from tilewise.ops._tile.reach import first_block, whole_tiles
 from tilewise.ops._tile.softmax import cap_scores
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
 SIZES = ("n_batch", "n_slots_k", "n_slots_q", "n_heads_k", "n_queries", "n_keys", "together", "left", "right")
-# Tiles of dQ that `grant` may be ahead of `release`.
-TURNS = gl.constexpr(4)
-
-
-@gluon.jit
-def grant(given, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Lets the warpgroups add to a step's tile once the block before theirs has; at most TURNS tiles ahead of `release`."""
-    notes, of_blocks, order, turns, left, group, n_slots_q = given
-    full, empty = of_blocks
-    go, _, free = order
-    i_item = gl.to_tensor(0)
-    done = gl.to_tensor(0)
-    i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
-    while i_block >= 0:
-        first_tile, last, n_steps = walk
-        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
-        for i_step in range(n_steps):
-            i_tile, i_g = step_tile(i_step, last, group)
-            count = done + i_step
-            mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
-            if waits & (i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)):
-                wait_turn(turns + (first_tile + i_g * n_slots_q + i_tile), i_block)
-            mbarrier.arrive(go.index(count % TURNS), count=1)
-        done += n_steps
-        i_item += 1
-        i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
-
-
-@gluon.jit
-def release(given, SLOTS: gl.constexpr):
-    """Passes a step's tile on to the next block after both warpgroups have added to it."""
-    notes, of_blocks, order, turns, _, group, n_slots_q = given
-    full, empty = of_blocks
-    _, added, free = order
-    i_item = gl.to_tensor(0)
-    done = gl.to_tensor(0)
-    i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)
-    while i_block >= 0:
-        first_tile, last, n_steps = walk
-        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
-        for i_step in range(n_steps):
-            i_tile, i_g = step_tile(i_step, last, group)
-            count = done + i_step
-            mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
-            mbarrier.arrive(free.index(count % TURNS), count=1)
-            # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets
-            # that are not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
-            gl.atomic_max(turns + (first_tile + i_g * n_slots_q + i_tile), i_block + 1, sem="release", scope="gpu")
-        done += n_steps
-        i_item += 1
-        i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)
 
 
 @gluon.jit
@@ -239,17 +189,47 @@ def leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scale, SLOT
 
 
 @gluon.jit
+def consume_step(
+    acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, count, end, i_tile, i_g,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """The program's step number `count`, query tile `i_tile` of its group's head `i_g`; those of its block end before `end`."""
+    buffers, staged, _, _, of_steps, exchange, order, left, right, _, _, _, scales = given
+    qs, _, _, dos, lses, deltas = buffers
+    q_full, do_full, empty = of_steps
+    _, _, off, _ = turn
+    stage, phase = count % STAGES, (count // STAGES) & 1
+    queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
+    after = (count + 1) % STAGES
+    coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((count + 1) // STAGES) & 1, count + 1 < end)
+    b_pT_or_dv, b_dsT = score_gradients(
+        none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys,
+        (off, left, right), scales, HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, BLOCK_M, HALF_N,
+    )  # fmt: skip
+    acc_dk, acc_dv, b_sT = add_products(
+        acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, exchange[0], target, turn,
+        (count, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, BLOCK_M, 2 * HALF_N, BLOCK_D,
+    )  # fmt: skip
+    thread_barrier()
+    mbarrier.arrive(empty.index(stage), count=1)
+    if ORDERED:
+        mbarrier.arrive(order[1].index(count % TURNS), count=1)
+    return acc_dk, acc_dv, b_sT
+
+
+@gluon.jit
 def consume_block(
     given, block, i_item, done, none_s, none_dq, o_dq,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's part of a block of keys: of every step, which are the program's steps from `done` on, and its rows of dK and dV."""
-    buffers, staged, _, _, of_steps, exchange, order, left, right, group, n_slots_q, sums, scales = given
-    qs, ks, vs, dos, lses, deltas = buffers
-    q_full, do_full, empty = of_steps
-    ready, finished, written = exchange
-    go, added, _ = order
+    buffers, _, _, _, of_steps, exchange, order, left, right, group, n_slots_q, sums, scales = given
+    qs, ks, vs, _, _, _ = buffers
+    q_full, _, _ = of_steps
+    _, finished, written = exchange
     i_block, _, n_keys, off, walk, _ = block
     first_tile, last, n_steps = walk
     HALF_D: gl.constexpr = BLOCK_D // 2
@@ -260,11 +240,11 @@ def consume_block(
     keys = (as_matrix(ks.index(slot * 2 + W), HALF_N, BLOCK_D), as_matrix(vs.index(slot * 2 + W), HALF_N, BLOCK_DV))
     # The columns of all keys that this warpgroup's half of dQ is made of.
     b_k0 = as_matrix(ks.index(slot * 2), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
-    b_k1 = as_matrix(ks.index(slot * 2 + 1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1)
+    columns = (b_k0, as_matrix(ks.index(slot * 2 + 1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1))
     acc_dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
     acc_dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
     target = (sums + W * (HALF_D * BLOCK_M), o_dq, first_tile, n_slots_q)
-    turn = (go, i_block, off, left)
+    turn = (order[0], i_block, off, left)
     i_nw = i_block * (2 * HALF_N) + W * HALF_N
     whole = whole_tiles(i_nw, n_keys - off, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
 
@@ -274,24 +254,21 @@ def consume_block(
         b_sT = start_scores(none_s, keys[0], b_q, q_full, done % STAGES, (done // STAGES) & 1, n_steps > 0)
         b_sT = warpgroup_mma_wait(0, deps=(b_sT,))
     end = done + n_steps
-    for count in range(done, end):
-        i_tile, i_g = step_tile(count - done, last, group)
-        stage, phase = count % STAGES, (count // STAGES) & 1
-        queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
-        after = (count + 1) % STAGES
-        coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((count + 1) // STAGES) & 1, count + 1 < end)
-        b_pT_or_dv, b_dsT = score_gradients(
-            none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys,
-            (off, left, right), scales, HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, BLOCK_M, HALF_N,
-        )  # fmt: skip
-        acc_dk, acc_dv, b_sT = add_products(
-            acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, (b_k0, b_k1), staged, ready, target, turn,
-            (count, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, BLOCK_M, 2 * HALF_N, BLOCK_D,
-        )  # fmt: skip
-        thread_barrier()
-        mbarrier.arrive(empty.index(stage), count=1)
-        if ORDERED:
-            mbarrier.arrive(added.index(count % TURNS), count=1)
+    if not GROUPED:
+        for count in range(done, end):
+            acc_dk, acc_dv, b_sT = consume_step(
+                acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, count, end, last - (count - done), 0,
+                W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD,
+            )  # fmt: skip
+    else:
+        # The same order as that of `step_tile`: a division would take registers that are scarce, as this loop would for a group of one.
+        for i_before in range(n_steps // group):
+            for i_g in range(group):
+                acc_dk, acc_dv, b_sT = consume_step(
+                    acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, done + i_g, end, last - i_before,
+                    i_g, W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD,
+                )  # fmt: skip
+            done += group
     leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scales[0], SLOTS)
     return end
 
@@ -301,6 +278,7 @@ def consume(
     given,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: HALF_N keys of block after block, as the fetching warp notes them, and one half of dQ's columns."""
     _, _, notes, of_blocks, _, _, _, _, _, _, _, _, _ = given
@@ -315,7 +293,7 @@ def consume(
     while i_block >= 0:
         done = consume_block(
             given, (i_block, rows, n_keys, off, walk, waits), i_item, done, none_s, none_dq, o_dq,
-            W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS,
+            W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED,
         )  # fmt: skip
         i_item += 1
         i_block, rows, n_keys, off, walk, waits = read_block(notes, full, i_item, SLOTS, 4)
@@ -340,7 +318,7 @@ def flash_bwd_hopper_kernel(
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     # Grid: as many programs as processors, or as blocks where those are fewer.
     # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
@@ -378,8 +356,8 @@ def flash_bwd_hopper_kernel(
     # fmt: off
     if ORDERED:
         gl.warp_specialize([
-            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
-            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
             (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
             (grant, (turning, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
@@ -387,8 +365,8 @@ def flash_bwd_hopper_kernel(
         ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
-            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS)),
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
             (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
         ], [4, 1, 1], [240, 24, 24])

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.
 REGISTERS = 168
-# Heads whose blocks are taken side by side, so that they share what is in the L2 cache: few where their tensors are long, and half as many where no
-# limit to the right makes blocks end, and others begin, out of step.
+# Heads whose blocks are taken side by side. Few, so that they share what is in the L2 cache; but a head's next block must begin two steps or more
+# after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
+# right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -79,14 +80,17 @@ def backward_launches(
     dq, dk, dv = gradients
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
-    together = TOGETHER_LONG if k.shape[-3] >= LONG_KEYS else TOGETHER_SHORT
+    n_batch = batch_size(q, inputs.cu_q)
+    # Of packed sequences, one after the other is worked on: their mean counts.
+    keys_together = k.shape[-3] // (1 if inputs.cu_k is None else max(1, n_batch))
+    together = TOGETHER_LONG if keys_together >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
     sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
     # Whose turn it is to add to each tile of sums, and how many programs have begun.
     turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
-    shared = {"cu_q": inputs.cu_q, "n_batch": batch_size(q, inputs.cu_q), "n_queries": q.shape[-3], "BLOCK_M": block_m}
+    shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
     of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2]}
     of_sums = {"sums": sums, "BLOCK_D": block_d}
     of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}
@@ -132,6 +136,7 @@ def backward_launches(
         "PACKED": inputs.cu_q is not None,
         "AHEAD": ahead,
         "SLOTS": slots,
+        "GROUPED": inputs.group > 1,
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
