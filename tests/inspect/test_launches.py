@@ -20,6 +20,7 @@ def test_every_kernel_is_held_to_its_allowance():
     for operator, configurations in found["configurations"].items():
         assert all(1 <= len(names) <= 2 for names in configurations), operator
     labels = {label for _, _, label in found["checked"]}
-    assert {label.replace("D 64", "D 128") for label in labels if "D 64" in label} <= labels
+    # At 64 channels alone, a forward has other tiles for many keys.
+    assert {label.replace("D 64", "D 128") for label in labels if "D 64" in label} - labels == {"D 128 causal-long hopper"}
     assert {label.replace("D 128", "D 64") for label in labels if "D 128" in label} - labels == {"attend D 64"}
     assert found["limited"], "the launch has the limit of registers that a GPU's has"
