@@ -6,12 +6,11 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tilewise.verify import UsageError, suite, verify, worker
-from tilewise.verify.result import CRASH, HANG
+from tilewise.verify import UsageError, api, suite, verify, worker
+from tilewise.verify.result import CRASH, HANG, Finding, Implementation, Result, Settings
 
 HERE = Path(__file__).parent / "implementations.py"
 
@@ -180,8 +179,31 @@ def test_search_in_this_process():
 
 def test_planted_bugs_share_a_gpu_as_its_memory_allows(monkeypatch):
     plain, planted = worker.Job(()), worker.Job((), "a bug")
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=(80 << 30) - 1))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: ((80 << 30) - 1, 90 << 30))
     assert worker._places_on_gpu([planted, planted]) == 9
     assert worker._places_on_gpu([planted, plain]) == 1
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=4 << 30))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (4 << 30, 90 << 30))
     assert worker._places_on_gpu([planted]) == 1
+
+
+def test_a_planted_bug_that_hangs_in_company_is_judged_alone(monkeypatch):
+    """Planted bugs share a GPU, and one that spins there takes the others' time."""
+    kernels = Implementation("triton", "cuda", interpreted=False)
+    monkeypatch.setattr(api, "implementations", lambda operator: [kernels])
+    together = []
+
+    def run_jobs(jobs):
+        together.append(len(jobs))
+        for job in jobs:
+            alone = len(jobs) == 1
+            finding = Finding("wrong values" if alone or job.mutant != spinning else HANG, "")
+            yield [Result(job.checks[0], findings=(finding,))]
+
+    monkeypatch.setattr(api, "run_jobs", run_jobs)
+    operator = api.find_operator("flash")
+    mutants = [mutant.name for mutant in api.planted(operator)]
+    spinning = mutants[1]
+    results = list(api.score(operator, ["small"], ["bf16"], Settings()))
+    assert together == [len(mutants), 1]
+    assert [result.name for result in results] == [mutants[0], *mutants[2:], spinning]
+    assert {result.status for result in results} == {"wrong values"}

@@ -16,7 +16,8 @@ from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.verify.implementation import UsageError
 
-HEADS = 2
+# So many that a program takes several blocks of keys: the third is the first to use a place again.
+HEADS = 64
 SOFTCAP = 5.0
 FAMILIES: tuple[Family, ...] = ("hopper",)
 

@@ -23,7 +23,7 @@ from tilewise.verify.suite import GROWTH, Suite
 START_LIMIT = 120.0
 # Each of them imports torch.
 MOST_WORKERS = 8
-# Of a GPU's memory, for each process that plants a bug: a context takes half a gigabyte, a case less.
+# Of a GPU's free memory, for each process that plants a bug: several times what a context and the largest case take.
 GPU_BYTES = 8 << 30
 _starting = threading.Lock()
 
@@ -66,13 +66,13 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
 def _places_on_gpu(jobs: Sequence[Job]) -> int:
     """How many processes may share a GPU: one, so that memory is there and a crash takes nobody else along.
 
-    Planted bugs, most of whose time goes into compiling, may have company where each has more memory than any case takes.
+    Planted bugs, most of whose time goes into compiling, may have company where each has memory enough.
     """
     if not all(job.mutant for job in jobs):
         return 1
     import torch
 
-    return max(1, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES)
+    return max(1, torch.cuda.mem_get_info()[0] // GPU_BYTES)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ BACKWARD = [case for case in FORWARD if problem_of(case).width <= 128]
 LONG = (
     "T=5000,H=2,D=128,causal=true",
     "T=5000,H=2,D=64",
+    "B=2,T=1100,H=64,Hk=32,D=64,causal=true",
+    "B=2,T=1100,H=32,D=128,window=300/0",
     "B=3,T=3000,H=8,Hk=2,D=128,causal=true",
     "T=3000,H=6,Hk=2,D=64,window=700/0",
     "T=2000,Tk=5000,H=2,D=128,window=-1/300",
@@ -98,7 +100,7 @@ def test_deterministic_reaches_the_kernel():
     for deterministic in (True, False):
         with capture(90) as launches:
             launch.backward(inputs, o, lse, o, None, deterministic=deterministic)
-        assert [one.arguments.get("ORDERED") for one in launches] == [deterministic, deterministic, None]
+        assert [one.arguments.get("ORDERED") for one in launches] == [None, deterministic, None]
 
 
 def check(case, dtype, deterministic):
@@ -144,8 +146,8 @@ def same(actual, expected):
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_bits_a_thousand_times(channels, causal):
-    """Whichever programs meet: more of them than processors, in groups, and other work in between to shift them."""
-    q, k, v, do = tensors((2, 1100, 16, channels), (2, 1100, 8, channels), (2, 1100, 8, channels), (2, 1100, 16, channels))
+    """Whichever blocks meet: several for each processor, in groups, and other work in between to shift them."""
+    q, k, v, do = tensors((2, 1100, 64, channels), (2, 1100, 32, channels), (2, 1100, 32, channels), (2, 1100, 64, channels))
     first = gradients(q, k, v, do, causal=causal)
     noise = torch.randn(1024, 1024, device="cuda")
     for i in range(1000):
@@ -256,9 +258,12 @@ def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
 
 @needs_hopper
 @pytest.mark.gpu
-def test_offsets_that_decrease_stay_in_bounds_and_end():
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
+@pytest.mark.parametrize("window", [(-1, -1), (200, 0)], ids=["causal", "windowed"])
+def test_offsets_that_decrease_stay_in_bounds_and_end(window, deterministic):
     """Values of offsets on a GPU are not checked: whatever they are, nothing outside is read or written, and nobody waits forever."""
-    q, k, v, do = tensors(*[(900, 2, 64)] * 4)
+    q, k, v, do = tensors(*[(900, 64, 64)] * 4)
+    options = {"causal": True, "window_size": window, "deterministic": deterministic}
     for offsets in ([0, 700, 300, 900], [0, 500, 100, 700], [0, 5000, -7, 900], [900, 0, 0, 0]):
-        gradients(q, k, v, do, causal=True, cu_seqlens_q=torch.tensor(offsets, device="cuda"))
+        gradients(q, k, v, do, cu_seqlens_q=torch.tensor(offsets, device="cuda"), **options)
     torch.cuda.synchronize()

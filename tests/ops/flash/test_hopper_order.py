@@ -115,8 +115,8 @@ def test_steps_go_from_the_last_tile_to_the_first_and_over_the_heads_inside(devi
     assert out.tolist() == [[m, g] for m in (6, 5, 4) for g in range(3)]
 
 
-class Program:
-    """One program of a key head's block: its steps, and how many it has made."""
+class Block:
+    """A block of a key head's keys: its steps, and how many have been made."""
 
     def __init__(self, block, low, high, group):
         self.block = block
@@ -130,32 +130,40 @@ class Program:
 @pytest.mark.parametrize("processors", [1, 2, 5])
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "free"])
 def test_nobody_waits_forever_and_every_block_adds_once(problem, processors, ordered, device):
-    """Blocks begin in the order of their tickets as others end, and go on at random: ordered, a tile gets its blocks from the first to the last."""
+    """Programs take blocks in the order of tickets, the next while the last steps of one are made, and go on at random.
+
+    Ordered, a tile gets its blocks from the first to the last.
+    """
     low, high, _, _, first, end = reach(device, *problem)
     group, blocks = 2, -(-problem[1] // BLOCK_N)
     rng = random.Random(processors)
-    waiting = [Program(n, low[n], high[n], group) for n in range(blocks)]
-    running: list[Program] = []
+    waiting = [Block(n, low[n], high[n], group) for n in range(blocks)]
+    programs: list[list[Block]] = [[] for _ in range(processors)]
     turns: dict[tuple[int, int], int] = {}
     added: dict[tuple[int, int], list[int]] = {}
-    while waiting or running:
-        while waiting and len(running) < processors:
-            running.append(waiting.pop(0))
-        ready = [
-            p
-            for p in running
-            if p.done == len(p.steps) or p.block == first[p.steps[p.done][0]] or turns.get(p.steps[p.done], 0) >= (p.block if ordered else 1)
-        ]
+
+    def may_go_on(block):
+        if block.done == len(block.steps):
+            return True
+        step = block.steps[block.done]
+        return block.block == first[step[0]] or turns.get(step, 0) >= (block.block if ordered else 1)
+
+    while waiting or any(programs):
+        for taken in rng.sample(programs, processors):
+            if waiting and sum(len(block.steps) - block.done for block in taken) <= 2:
+                taken.append(waiting.pop(0))
+        ready = [taken for taken in programs if taken and may_go_on(taken[0])]
         assert ready, "all that run wait"
-        program = rng.choice(ready)
-        if program.done == len(program.steps):
-            running.remove(program)
+        taken = rng.choice(ready)
+        block = taken[0]
+        if block.done == len(block.steps):
+            taken.pop(0)
             continue
-        step = program.steps[program.done]
-        added.setdefault(step, []).append(program.block)
-        if ordered or program.block == first[step[0]]:
-            turns[step] = program.block + 1
-        program.done += 1
+        step = block.steps[block.done]
+        added.setdefault(step, []).append(block.block)
+        if ordered or block.block == first[step[0]]:
+            turns[step] = block.block + 1
+        block.done += 1
     tiles = -(-problem[0] // BLOCK_M)
     expected = {(m, g): list(range(first[m], end[m])) for m in range(tiles) for g in range(group) if first[m] < end[m]}
     assert (added if ordered else {step: sorted(blocks) for step, blocks in added.items()}) == expected
@@ -164,7 +172,7 @@ def test_nobody_waits_forever_and_every_block_adds_once(problem, processors, ord
 def busy(heads, blocks, group, together, downwards):
     """Which share of the time processors work under a causal mask, in a model.
 
-    A step takes 1, a program's beginning and its end 1 each, and to pass on a turn 0.4.
+    A step takes 1, a block's beginning and its end 1 each, and to pass on a turn 0.4.
     """
     tiles = 2 * blocks
     free = [0.0] * 132

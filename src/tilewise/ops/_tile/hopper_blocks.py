@@ -1,8 +1,8 @@
 """Blocks of keys of the backward for Hopper: which there are and in which order, the query tiles that each meets, and the warps that fetch and store.
 
 A program takes one block after the other. K and V of a block have a slot in shared memory, where dK and dV are put in the end. With two SLOTS the
-next block's K and V are fetched while this one's last steps run, and dK and dV leave while the next one's first steps do; with one, only its first
-query tiles are there before.
+next block's K and V, and its first query tiles, are fetched while this one's last steps run, and dK and dV leave while the next one's first steps do;
+with one, all of it begins when dK and dV have left.
 """
 
 from triton.experimental import gluon

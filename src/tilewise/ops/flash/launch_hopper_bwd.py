@@ -87,7 +87,7 @@ def backward_launches(
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
     sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
-    # Whose turn it is to add to each tile of sums, and how many programs have begun.
+    # Whose turn it is to add to each tile of sums (in the free order, whether it has been cleared), and how many blocks have been taken.
     turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
