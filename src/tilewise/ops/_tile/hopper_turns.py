@@ -57,11 +57,31 @@ def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
 
 
 @gluon.jit
-def grant(given, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Lets the warpgroups add to a step's tile once the block before theirs has; at most TURNS tiles ahead of `release`."""
+def grant(order, count, p_turn, i_block, waits):
+    """Lets the warpgroups add to the tile of step `count` once the block before theirs has; at most TURNS tiles ahead of `release`."""
+    go, _, free = order
+    mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
+    if waits:
+        wait_turn(p_turn, i_block)
+    mbarrier.arrive(go.index(count % TURNS), count=1)
+
+
+@gluon.jit
+def release(order, count, p_turn, i_block):
+    """Passes the tile of step `count` on to the next block after both warpgroups have added to it."""
+    _, added, free = order
+    mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
+    mbarrier.arrive(free.index(count % TURNS), count=1)
+    # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets that are
+    # not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
+    gl.atomic_max(p_turn, i_block + 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def take_turns(given, GRANTS: gl.constexpr, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """One of two warps that keep the order of additions, through the steps of block after block: `grant` if GRANTS, else `release`."""
     notes, of_blocks, order, turns, left, group, n_slots_q = given
     full, empty = of_blocks
-    go, _, free = order
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
     i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
@@ -70,36 +90,12 @@ def grant(given, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.conste
         mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
         for i_step in range(n_steps):
             i_tile, i_g = step_tile(i_step, last, group)
-            count = done + i_step
-            mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
-            if waits & (i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)):
-                wait_turn(turns + (first_tile + i_g * n_slots_q + i_tile), i_block)
-            mbarrier.arrive(go.index(count % TURNS), count=1)
+            p_turn = turns + (first_tile + i_g * n_slots_q + i_tile)
+            if GRANTS:
+                not_first = i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)
+                grant(order, done + i_step, p_turn, i_block, waits & not_first)
+            else:
+                release(order, done + i_step, p_turn, i_block)
         done += n_steps
         i_item += 1
         i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
-
-
-@gluon.jit
-def release(given, SLOTS: gl.constexpr):
-    """Passes a step's tile on to the next block after both warpgroups have added to it."""
-    notes, of_blocks, order, turns, _, group, n_slots_q = given
-    full, empty = of_blocks
-    _, added, free = order
-    i_item = gl.to_tensor(0)
-    done = gl.to_tensor(0)
-    i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)
-    while i_block >= 0:
-        first_tile, last, n_steps = walk
-        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
-        for i_step in range(n_steps):
-            i_tile, i_g = step_tile(i_step, last, group)
-            count = done + i_step
-            mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
-            mbarrier.arrive(free.index(count % TURNS), count=1)
-            # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets
-            # that are not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
-            gl.atomic_max(turns + (first_tile + i_g * n_slots_q + i_tile), i_block + 1, sem="release", scope="gpu")
-        done += n_steps
-        i_item += 1
-        i_block, _, _, _, walk, _ = read_block(notes, full, i_item, SLOTS, 1)

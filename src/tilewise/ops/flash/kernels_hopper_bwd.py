@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, thread_barrier
 from tilewise.ops._tile.hopper_blocks import fetch_blocks, store_blocks
-from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, grant, read_block, release
+from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, read_block, take_turns
 from tilewise.ops._tile.reach import first_block, whole_tiles
 from tilewise.ops._tile.softmax import cap_scores
 
@@ -360,8 +360,8 @@ def flash_bwd_hopper_kernel(
             (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
             (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
-            (grant, (turning, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
-            (release, (turning, SLOTS)),
+            (take_turns, (turning, True, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
+            (take_turns, (turning, False, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
         ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     else:
         gl.warp_specialize([
