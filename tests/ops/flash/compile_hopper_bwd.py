@@ -19,6 +19,8 @@ VARIANTS = {
     "plain": {},
     "causal": {"causal": True},
     "groups": {"causal": True, "heads_k": 4},
+    "sweeps": {"heads_k": 4},
+    "window": {"causal": True, "left": 512, "heads_k": 4},
     "packed": {"causal": True, "packed": True},
     "softcap": {"softcap": 30.0},
     "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "heads_k": 2},

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.reach import first_block, head_and_slot, key_blocks, query_tiles, step_tile, whole_tiles
+from tilewise.ops._tile.reach import by_head, first_from, head_and_slot, key_blocks, meets_first, query_tiles, tile_and_head, whole_tiles
 from tilewise.ops.flash.launch_hopper_bwd import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -28,23 +28,26 @@ def reach_kernel(
     low, high = query_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     whole_low, whole_high = whole_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     first, end = key_blocks(o * BLOCK_M, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    again = first_block(o * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, BLOCK_N)
+    first_tile = first_from(o * BLOCK_N, n_keys - n_queries, left, HAS_LEFT, BLOCK_M)
+    o_tile = tl.arange(0, MOST)[:, None]
+    is_first = meets_first(o_tile, (none + first_tile)[None, :], o[None, :], HAS_LEFT)
     tl.store(out + o, none + low)
     tl.store(out + MOST + o, none + high)
     tl.store(out + 2 * MOST + o, none + whole_low)
     tl.store(out + 3 * MOST + o, none + whole_high)
     tl.store(out + 4 * MOST + o, none + first)
     tl.store(out + 5 * MOST + o, none + end)
-    tl.store(out + 6 * MOST + o, none + again)
+    tl.store(out + 6 * MOST + o_tile * MOST + o[None, :], none[None, :] + is_first)
 
 
 def reach(device, n_queries, n_keys, left, right):
-    """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and end."""
-    out = torch.zeros(7, MOST, dtype=torch.int32, device=device)
+    """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and end.
+
+    And for each tile of those that it meets whether a block is the first.
+    """
+    out = torch.zeros(6 + MOST, MOST, dtype=torch.int32, device=device)
     reach_kernel[(1,)](out, n_queries, n_keys, left or 0, right or 0, left is not None, right is not None, BLOCK_M, BLOCK_N, MOST)
-    *rows, again = out.tolist()
-    assert again == rows[4]
-    return rows
+    return *out[:6].tolist(), out[6:].tolist()
 
 
 def meets(n_queries, n_keys, left, right):
@@ -73,12 +76,13 @@ def test_tiles_and_blocks_find_each_other(part, device):
     """Both sides say the same, and what the mask says; all of it on a GPU, a sample where kernels are interpreted."""
     problems = PROBLEMS[part::4] if device.type == "cuda" else random.Random(part).sample(PROBLEMS, 60)
     for problem in problems:
-        low, high, whole_low, whole_high, first, end = reach(device, *problem)
+        low, high, whole_low, whole_high, first, end, is_first = reach(device, *problem)
         met, whole = meets(*problem)
         for m, n in itertools.product(range(met.shape[0]), range(met.shape[1])):
             assert (low[n] <= m < high[n]) == (first[m] <= n < end[m]) == met[m, n], (problem, m, n)
             if met[m, n]:
                 assert (whole_low[n] <= m < whole_high[n]) == whole[m, n], (problem, m, n)
+                assert is_first[m][n] == (n == first[m]), (problem, m, n)
         for n in range(met.shape[1], MOST):
             assert low[n] >= high[n], (problem, n)
 
@@ -102,42 +106,47 @@ def test_every_head_and_slot_has_one_place(n_slots, n_heads, together, device):
 
 
 @triton.jit
-def steps_kernel(out, last, group):
-    i_step = tl.program_id(0)
-    i_tile, i_g = step_tile(i_step, last, group)
-    tl.store(out + i_step * 2, i_tile)
-    tl.store(out + i_step * 2 + 1, i_g)
+def visits_kernel(out, n_slots, inside):
+    i_visit = tl.program_id(0)
+    i_tile, i_g = tile_and_head(i_visit, inside)
+    tl.store(out + i_visit * 3, i_tile)
+    tl.store(out + i_visit * 3 + 1, i_g)
+    tl.store(out + i_visit * 3 + 2, by_head(i_visit, n_slots, inside))
 
 
-def test_steps_go_from_the_last_tile_to_the_first_and_over_the_heads_inside(device):
-    out = torch.zeros(9, 2, dtype=torch.int32, device=device)
-    steps_kernel[(9,)](out, 6, 3)
-    assert out.tolist() == [[m, g] for m in (6, 5, 4) for g in range(3)]
+def test_visits_are_numbered_tile_by_tile_and_by_the_heads_inside(device):
+    """Two key heads of 4 slots, 3 query heads each."""
+    out = torch.zeros(24, 3, dtype=torch.int32, device=device)
+    visits_kernel[(24,)](out, 4, 3)
+    assert out.tolist() == [[m, g, (m // 4 * 3 + g) * 4 + m % 4] for m in range(8) for g in range(3)]
 
 
 class Block:
     """A block of a key head's keys: its steps, and how many have been made."""
 
-    def __init__(self, block, low, high, group):
+    def __init__(self, block, low, high, group, sweeps):
         self.block = block
-        self.steps = [(m, g) for m in range(high - 1, low - 1, -1) for g in range(group)]
+        tiles, heads = range(high - 1, low - 1, -1), range(group)
+        self.steps = [(m, g) for g in heads for m in tiles] if sweeps else [(m, g) for m in tiles for g in heads[::-1]]
         self.done = 0
 
 
-@pytest.mark.parametrize(
-    "problem", [(700, 700, None, None), (700, 700, None, 0), (700, 700, 130, 0), (300, 700, 64, 64), (700, 300, None, 0)], ids=str
-)
+ORDERED = [(700, 700, None, None), (700, 700, None, 0), (700, 700, 130, 0), (300, 700, 64, 64), (700, 300, None, 0)]
+FREE = [problem for problem in ORDERED if problem[2] is None]
+
+
+@pytest.mark.parametrize(("problem", "group"), [*itertools.product(ORDERED, (1, 2, 3)), *((problem, None) for problem in FREE)], ids=str)
 @pytest.mark.parametrize("processors", [1, 2, 5])
-@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "free"])
-def test_nobody_waits_forever_and_every_block_adds_once(problem, processors, ordered, device):
+def test_nobody_waits_forever_and_every_block_adds_once(problem, group, processors, device):
     """Programs take blocks in the order of tickets, the next while the last steps of one are made, and go on at random.
 
-    Ordered, a tile gets its blocks from the first to the last.
+    Ordered, a tile gets its blocks from the first to the last; without a group the order is free.
     """
-    low, high, _, _, first, end = reach(device, *problem)
-    group, blocks = 2, -(-problem[1] // BLOCK_N)
+    low, high, _, _, first, end, _ = reach(device, *problem)
+    ordered, group, blocks = group is not None, group or 1, -(-problem[1] // BLOCK_N)
     rng = random.Random(processors)
-    waiting = [Block(n, low[n], high[n], group) for n in range(blocks)]
+    sweeps = problem[2] is not None or problem[3] is None
+    waiting = [Block(n, low[n], high[n], group, sweeps) for n in range(blocks)]
     programs: list[list[Block]] = [[] for _ in range(processors)]
     turns: dict[tuple[int, int], int] = {}
     added: dict[tuple[int, int], list[int]] = {}

@@ -32,8 +32,15 @@ def main_in_torch(inputs, do, arguments):
     """What the kernel computes, from its own arguments, in fp32; tiles that no key meets are left as they are."""
     width = arguments["BLOCK_D"]
     slots = arguments["n_slots_q"]
-    lse, delta = (arguments[name].base.view(-1, slots, BLOCK_M) for name in ("lse_log2", "delta"))
-    sums = arguments["sums"].view(-1, slots, BLOCK_M * width)
+    group = arguments["group"]
+    # A group's heads inside of a slot, or each with slots of its own; by head and slot: [all query heads, slots, ...].
+    inside = 1 if arguments["SWEEPS"] else group
+
+    def by_head(x, size):
+        return x.view(-1, slots, inside, size).transpose(1, 2).flatten(0, 1)
+
+    lse, delta = (by_head(arguments[name].base, BLOCK_M) for name in ("lse_log2", "delta"))
+    sums = arguments["sums"].view(-1, slots, inside, BLOCK_M * width)
     dk, dv = arguments["dk"].base, arguments["dv"].base
     for b, queries, keys in sequences(inputs):
         q, g = (x[queries] if b is None else x[b] for x in (inputs.q, do))
@@ -50,7 +57,7 @@ def main_in_torch(inputs, do, arguments):
             keep &= j <= i + off + arguments["right"]
         sum_dk, sum_dv = torch.zeros(k.shape), torch.zeros(v.shape)
         for h in range(heads):
-            hk, row = h // arguments["group"], (b or 0) * heads + h
+            hk, row = h // group, (b or 0) * heads + h
             tiles = -(-len(q) // BLOCK_M)
             rows = [x[row, first : first + tiles].reshape(-1)[: len(q), None] for x in (lse, delta)]
             s = q[:, h].float() @ k[:, hk].float().T
@@ -66,7 +73,7 @@ def main_in_torch(inputs, do, arguments):
             for m in range(tiles):
                 of_tile = slice(m * BLOCK_M, (m + 1) * BLOCK_M)
                 if keep[of_tile].any():
-                    sums[row, first + m] = private(dq[of_tile], width)
+                    sums[row // inside, first + m, row % inside] = private(dq[of_tile], width)
         dk[place_k] = (sum_dk * arguments["scale"]).to(dk.dtype)
         dv[place_k] = sum_dv.to(dv.dtype)
 
@@ -75,6 +82,9 @@ USUAL = {"tokens": 0, "keys": 0, "channels": 64, "heads_k": 2, "left": -1, "righ
 CASES = {
     "dense causal, fewer keys": {"tokens": 150, "keys": 70, "causal": True},
     "window of groups, narrow": {"tokens": 130, "keys": 200, "heads_k": 1, "left": 20, "right": 10, "channels": 40},
+    "causal groups": {"tokens": 150, "keys": 140, "heads_k": 1, "causal": True},
+    "groups": {"tokens": 70, "keys": 140, "heads_k": 1},
+    "packed groups": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "heads_k": 1, "causal": True},
     "packed with empty ones": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "causal": True, "channels": 72},
     "softcap, negative scale": {"tokens": 70, "keys": 80, "softcap": 5.0, "scale": -0.3},
 }

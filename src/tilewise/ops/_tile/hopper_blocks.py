@@ -11,14 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewise.ops._tile.hopper import load_tile, store_tile, thread_barrier, tma_load, write_note
 from tilewise.ops._tile.hopper_turns import FIELDS, open_sum, read_block
-from tilewise.ops._tile.reach import first_block, head_and_slot, query_tiles, step_tile
+from tilewise.ops._tile.reach import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
 from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
 
 
 @gluon.jit
 def locate_block(
     place, sizes, together, group, left, right, cu_q, cu_k,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, SWEEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """What is to be noted of the block at a place in the order of work, and the first query of its sequence."""
     n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys = sizes
@@ -44,12 +45,17 @@ def locate_block(
         # Offsets that are not in order may leave out blocks before: then nobody would end the wait for them. Slots of one sequence are neighbours.
         n_before = gl.minimum(i_block, 1)
         if not ORDERED:
-            n_before = i_block - first_block(low * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, BLOCK_N)
+            n_before = i_block
         b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - n_before, 0), n_batch, n_all_keys, BLOCK_N)
         waits = (b_before == i_b) & (block_before + n_before == i_block)
-    # Tiles of one query head lie n_slots_q apart from those of the next.
-    first_tile = i_head * group * n_slots_q + slot_q
-    return (i_block, i_b, i_hk, start_k, n_keys, n_queries, first_tile, high - 1, (high - low) * group, waits.to(gl.int32)), start_q
+    inside = heads_of_sweep(group, SWEEPS)
+    first_visit = first_from(i_block * BLOCK_N, n_keys - n_queries, left, HAS_LEFT, BLOCK_M) * inside
+    # Visits number tiles as the sums lie in memory: a sweep's heads inside a slot, and n_slots_q slots to the next sweep's.
+    first_sum = (i_head * (group // inside) * n_slots_q + slot_q) * inside
+    block = (
+        i_block, i_b, i_hk, start_k, n_keys, n_queries, first_sum, high * inside - 1, (high - low) * inside, first_visit, waits.to(gl.int32),
+    )  # fmt: skip
+    return block, start_q
 
 
 @gluon.jit
@@ -58,7 +64,7 @@ def fetch_keys(descriptors, buffers, notes, barriers, i_item, block, PACKED: gl.
     _, k, v, _, _, _ = descriptors
     _, ks, vs, _, _, _ = buffers
     full, empty = barriers
-    i_block, i_b, i_hk, start_k, n_keys, _, _, _, _, _ = block
+    i_block, i_b, i_hk, start_k, n_keys, _, _, _, _, _, _ = block
     slot = i_item % SLOTS
     mbarrier.wait(empty.index(slot), ((i_item // SLOTS) & 1) ^ 1)
     for FIELD in gl.static_range(FIELDS):
@@ -91,34 +97,38 @@ def fetch_queries(descriptors, buffers, barriers, count, place, row, o_row, PACK
 @gluon.jit
 def fetch_blocks(
     given, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp: block after block, K and V, and each step's query tile; not ORDERED, it opens the step's sum before."""
     descriptors, buffers, notes, of_blocks, of_steps, tickets, n_places, sizes, together, group, limits, offsets, sums, turns = given
     left, right = limits
     cu_q, cu_k = offsets
     _, _, n_slots_q, _, _, _ = sizes
+    inside = heads_of_sweep(group, SWEEPS)
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
     place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while place < n_places:
         block, start_q = locate_block(
-            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, ORDERED, BLOCK_M, 2 * HALF_N
+            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, ORDERED, SWEEPS, BLOCK_M, 2 * HALF_N
         )  # fmt: skip
-        i_block, i_b, i_hk, _, n_keys, n_queries, first_tile, last, n_steps, waits = block
+        i_block, i_b, i_hk, _, n_keys, n_queries, first_sum, last, n_visits, _, waits = block
         # A packed block may be a slot past its sequence's last.
         if i_block * (2 * HALF_N) < n_keys:
             fetch_keys(descriptors, buffers, notes, of_blocks, i_item, block, PACKED, SLOTS, HALF_N)
             i_item += 1
-            for i_step in range(n_steps):
-                i_tile, i_g = step_tile(i_step, last, group)
-                i_sum = first_tile + i_g * n_slots_q + i_tile
-                if not ORDERED:
-                    is_first = i_block == first_block(i_tile * BLOCK_M, n_keys - n_queries, left, HAS_LEFT, 2 * HALF_N)
-                    open_sum(sums + i_sum.to(gl.int64) * (BLOCK_M * BLOCK_D), turns + i_sum, is_first, waits != 0, BLOCK_M * BLOCK_D)
-                rows_q = (i_b, i_hk * group + i_g, start_q, n_queries)
-                fetch_queries(descriptors, buffers, of_steps, done + i_step, rows_q, i_tile * BLOCK_M, i_sum * BLOCK_M, PACKED, STAGES)
-            done += n_steps
+            for i_head in range(i_hk * group, (i_hk + 1) * group, inside):
+                for i_step in range(n_visits):
+                    i_visit = last - i_step
+                    i_tile, i_g = tile_and_head(i_visit, inside)
+                    i_sum = first_sum + i_visit
+                    if not ORDERED:
+                        p_sum = sums + i_sum.to(gl.int64) * (BLOCK_M * BLOCK_D)
+                        open_sum(p_sum, turns + i_sum, i_block == 0, waits != 0, BLOCK_M * BLOCK_D)
+                    rows_q = (i_b, i_head + i_g, start_q, n_queries)
+                    fetch_queries(descriptors, buffers, of_steps, done + i_step, rows_q, i_tile * BLOCK_M, i_sum * BLOCK_M, PACKED, STAGES)
+                done += n_visits
+                first_sum += n_slots_q
         # Taken as late as can be: who has done its blocks takes the next, whatever they took.
         place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     full, empty = of_blocks

@@ -5,20 +5,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.ops._tile.hopper import read_note, thread_barrier
-from tilewise.ops._tile.reach import first_block, step_tile
+from tilewise.ops._tile.reach import heads_of_sweep, meets_first
 
 # Tiles of dQ that `grant` may be ahead of `release`.
 TURNS = gl.constexpr(4)
 # What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's first key, keys, queries, the
-# first tile of the group's first query head, the last tile of the walk, its steps, and whether the block waits for those before it.
-FIELDS = gl.constexpr(10)
+# number of its first sweep's visit 0 among all tiles of sums, the last visit, how many a sweep has, the one from which on no block before makes them,
+# and whether the block waits for those before it.
+FIELDS = gl.constexpr(11)
+
+
+@gluon.jit
+def read_visits(notes, slot, WARPS: gl.constexpr):
+    """What is noted of the visits of the block in a slot: visit 0's number, the last, how many there are, and from which on the block is first."""
+    note = slot * FIELDS + 6
+    return read_note(notes, note, WARPS), read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS)
 
 
 @gluon.jit
 def read_block(notes, full, i_item, SLOTS: gl.constexpr, WARPS: gl.constexpr):
     """Wait for the program's block number `i_item` and read what is noted of it, in a partition of WARPS warps.
 
-    Its number, where its rows of K are, keys, how many more they are than queries, the walk, and whether it waits.
+    Its number, where its rows of K are, keys, how many more they are than queries, its visits, and whether it waits.
     """
     mbarrier.wait(full.index(i_item % SLOTS), (i_item // SLOTS) & 1)
     note = i_item % SLOTS * FIELDS
@@ -26,11 +34,11 @@ def read_block(notes, full, i_item, SLOTS: gl.constexpr, WARPS: gl.constexpr):
     rows = (read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS))
     n_keys = read_note(notes, note + 4, WARPS)
     off = n_keys - read_note(notes, note + 5, WARPS)
-    walk = (read_note(notes, note + 6, WARPS), read_note(notes, note + 7, WARPS), read_note(notes, note + 8, WARPS))
-    waits = read_note(notes, note + 9, WARPS) != 0
+    visits = read_visits(notes, i_item % SLOTS, WARPS)
+    waits = read_note(notes, note + 10, WARPS) != 0
     # All threads have read before one of them gives the notes free.
     thread_barrier()
-    return i_block, rows, n_keys, off, walk, waits
+    return i_block, rows, n_keys, off, visits, waits
 
 
 @gluon.jit
@@ -78,24 +86,26 @@ def release(order, count, p_turn, i_block):
 
 
 @gluon.jit
-def take_turns(given, GRANTS: gl.constexpr, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def take_turns(given, GRANTS: gl.constexpr, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr):
     """One of two warps that keep the order of additions, through the steps of block after block: `grant` if GRANTS, else `release`."""
-    notes, of_blocks, order, turns, left, group, n_slots_q = given
+    notes, of_blocks, order, turns, group, n_slots_q = given
     full, empty = of_blocks
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
-    i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
+    i_block, _, _, _, visits, waits = read_block(notes, full, i_item, SLOTS, 1)
     while i_block >= 0:
-        first_tile, last, n_steps = walk
+        first_sum, last, n_visits, first_visit = visits
         mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
-        for i_step in range(n_steps):
-            i_tile, i_g = step_tile(i_step, last, group)
-            p_turn = turns + (first_tile + i_g * n_slots_q + i_tile)
-            if GRANTS:
-                not_first = i_block > first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N)
-                grant(order, done + i_step, p_turn, i_block, waits & not_first)
-            else:
-                release(order, done + i_step, p_turn, i_block)
-        done += n_steps
+        for _ in range(0, group, heads_of_sweep(group, SWEEPS)):
+            for i_step in range(n_visits):
+                i_visit = last - i_step
+                p_turn = turns + (first_sum + i_visit)
+                if GRANTS:
+                    is_first = meets_first(i_visit, first_visit, i_block, HAS_LEFT)
+                    grant(order, done + i_step, p_turn, i_block, waits & (not is_first))
+                else:
+                    release(order, done + i_step, p_turn, i_block)
+            done += n_visits
+            first_sum += n_slots_q
         i_item += 1
-        i_block, _, _, off, walk, waits = read_block(notes, full, i_item, SLOTS, 1)
+        i_block, _, _, _, visits, waits = read_block(notes, full, i_item, SLOTS, 1)

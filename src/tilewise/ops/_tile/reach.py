@@ -76,6 +76,43 @@ def head_and_slot(place, n_slots, n_heads, together):
 
 
 @triton.jit
-def step_tile(i_step, last, group):
-    """Query tile, and query head of its group, of a step: tiles from the last to the first, and inside a tile the heads."""
-    return last - i_step // group, i_step % group
+def first_from(i_n, off, left, HAS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Under a left limit, the query tile from which on the block of keys at `i_n` is the first of those that meet a tile: see `meets_first`."""
+    first = 0
+    if HAS_LEFT:
+        first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + left - off, 0), BLOCK_M))
+    return first
+
+
+@triton.jit
+def meets_first(i_tile, first, i_block, HAS_LEFT: tl.constexpr):
+    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` as `first_from` has it.
+
+    Without a left limit the first block of all is, so that a loop need not hold `first`.
+    """
+    is_first = i_block == 0
+    if HAS_LEFT:
+        is_first = i_tile >= first
+    return is_first
+
+
+@triton.jit
+def heads_of_sweep(group, SWEEPS: tl.constexpr):
+    """Of how many of a group's query heads one sweep over a block's query tiles visits each tile: of one if it SWEEPS once for each head."""
+    inside = group
+    if SWEEPS:
+        inside = 1
+    return inside
+
+
+@triton.jit
+def tile_and_head(i_visit, inside):
+    """Query tile, and which of a sweep's `inside` heads, of a visit: those are numbered tile by tile, and inside a tile head by head."""
+    return i_visit // inside, i_visit % inside
+
+
+@triton.jit
+def by_head(i_tile, n_slots, inside):
+    """The number of a tile, head by head, of the one that has `i_tile` where the `inside` heads of a sweep come inside of a slot."""
+    i_slot, i_g = tile_and_head(i_tile, inside)
+    return (i_slot // n_slots * inside + i_g) * n_slots + i_slot % n_slots

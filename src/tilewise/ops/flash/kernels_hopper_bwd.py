@@ -15,15 +15,20 @@ is computed, so that products run meanwhile; both hold registers longer.
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
 The first block that meets a tile writes, so that nobody has to clear it. Where the order is free, the warp that fetches query tiles opens each tile's
-sum before (`open_sum`): that of the first block clears it, those of others wait until it has.
+sum before (`open_sum`): that of the first block clears it, those of others wait until it has. With groups and under a left limit that is slower than
+the fixed order, which runs there always.
 
 Nobody waits forever, in whatever order programs start: a program takes its blocks from a counter of tickets, in ascending order, and waits only for
 blocks before its own, which have smaller tickets: the smallest that is not done is being worked on, and waits for nobody. Hardly anybody waits long:
-every program walks the query tiles from the last to the first, and the heads of its group inside a tile. Under a causal mask the blocks of the first
-keys are the longest; they have the first tickets, which evens out the end, and all begin with the same tile: each has to stay one step behind the one
-before it, and nothing more, for the shorter ones drop out at the diagonal. With the first tile first, a block would begin two tiles ahead of the one
-before it and wait at once; with the heads outside, it would overtake that one anew at each head. Under a left limit the one before is two tiles ahead
-from the start.
+every program walks the query tiles from the last to the first. Under a causal mask the blocks of the first keys are the longest; they have the first
+tickets, which evens out the end, and all begin with the same tile: each has to stay one step behind the one before it, and nothing more, for the
+shorter ones drop out at the diagonal. With the first tile first, a block would begin two tiles ahead of the one before it and wait at once. Under a
+left limit the one before is two tiles ahead from the start.
+
+A group's query heads: one visit is a query tile of one of them. If the block SWEEPS, it walks all its tiles for one head, then for the next:
+neighbouring blocks come to a tile within a few steps, and find it in the L2 cache. Under a causal mask a block would so overtake the longer one before
+it anew at each head, and wait: there it visits all heads of a tile, then the next tile. Visits are walked from the last down, in the order in which
+their sums lie in memory, so that a step needs no division.
 """
 
 from triton.experimental import gluon
@@ -32,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, thread_barrier
 from tilewise.ops._tile.hopper_blocks import fetch_blocks, store_blocks
-from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, read_block, take_turns
-from tilewise.ops._tile.reach import first_block, whole_tiles
+from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, read_block, read_visits, take_turns
+from tilewise.ops._tile.reach import heads_of_sweep, meets_first, whole_tiles
 from tilewise.ops._tile.softmax import cap_scores
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
@@ -72,12 +77,13 @@ def add_values(acc_dv, b_pT, b_do):
 
 @gluon.jit
 def score_gradients(
-    none_s, b_sT, acc_dv, keys, queries, rows, full, stage, phase, i_tile, whole, i_nw, n_keys, limits, scales,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
+    none_s, b_sT, acc_dv, keys, queries, rows, full, stage, phase, i_visit, group, whole, i_nw, n_keys, limits, scales,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
+    SWEEPS: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr,
 ):  # fmt: skip
     """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; AHEAD, dV with Pᵀ added, on its way, in place of Pᵀ.
 
-    Sᵀ is there if AHEAD. A tile outside of `whole` is masked.
+    Sᵀ is there if AHEAD. A visit outside of `whole` is masked.
     """
     b_k, b_v = keys
     b_q, b_do = queries
@@ -96,7 +102,9 @@ def score_gradients(
     if SOFTCAP:
         b_sT = cap_scores(b_sT, score_scale)
     b_pT = gl.exp2(b_sT * scale_log2 - gl.expand_dims(lses.index(stage).load(row_layout), 0))
-    if (i_tile < whole_low) | (i_tile >= whole_high):
+    if (i_visit < whole_low) | (i_visit >= whole_high):
+        # As `tile_and_head` has it.
+        i_tile = i_visit // group if GROUPED and not SWEEPS else i_visit
         b_pT = mask_tile(b_pT, i_tile, i_nw, n_keys, limits, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
     b_pT_or_dv = b_pT.to(b_do.dtype)
     if SOFTCAP:
@@ -118,17 +126,14 @@ def sum_offsets(BLOCK_M: gl.constexpr, HALF_D: gl.constexpr, DQ_LAYOUT: gl.const
 
 
 @gluon.jit
-def add_to_sums(
-    b_dq, target, turn, step, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
-):  # fmt: skip
+def add_to_sums(b_dq, target, step, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
     """Adds to a step's tile of dQ: ORDERED, in the block's turn, and the first block that meets the tile writes, for nobody has cleared it."""
-    p_sums, o_dq, first_tile, n_slots_q = target
-    go, i_block, off, left = turn
-    count, i_tile, i_g = step
-    p_dq = p_sums + (first_tile + i_g * n_slots_q + i_tile).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
+    p_sums, o_dq, first_sum, first_visit, i_block, go = target
+    count, i_visit = step
+    p_dq = p_sums + (first_sum + i_visit).to(gl.int64) * (BLOCK_M * BLOCK_D) + o_dq
     if ORDERED:
         mbarrier.wait(go.index(count % TURNS), (count // TURNS) & 1)
-        if i_block == first_block(i_tile * BLOCK_M, off, left, HAS_LEFT, BLOCK_N):
+        if meets_first(i_visit, first_visit, i_block, HAS_LEFT):
             gl.store(p_dq, b_dq)
         else:
             gl.atomic_add(p_dq, b_dq, sem="relaxed")
@@ -138,14 +143,13 @@ def add_to_sums(
 
 @gluon.jit
 def add_products(
-    acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, ready, target, turn, step, coming,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, ready, target, step, coming,
+    W: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with a step's products added, and AHEAD the next step's Sᵀ; dQ, this warpgroup's columns from the dSᵀ of both, is added in memory."""
     b_q, b_do = queries
     b_k0, b_k1 = columns
-    count, _, _ = step
+    count, _ = step
     half = count % 2
     q_after, q_full, after, phase_after, some = coming
     staged.index(half * 2 + W).store(b_dsT)
@@ -168,7 +172,7 @@ def add_products(
         b_dq, acc_dv, b_sT = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying, b_sT))
     else:
         b_dq, acc_dv = warpgroup_mma_wait(1, deps=(dq_flying, dv_flying))
-    add_to_sums(b_dq, target, turn, step, HAS_LEFT, ORDERED, BLOCK_M, BLOCK_N, BLOCK_D)
+    add_to_sums(b_dq, target, step, HAS_LEFT, ORDERED, BLOCK_M, BLOCK_D)
     acc_dk = warpgroup_mma_wait(0, deps=(dk_flying,))
     return acc_dk, acc_dv, b_sT
 
@@ -190,26 +194,26 @@ def leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scale, SLOT
 
 @gluon.jit
 def consume_step(
-    acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, count, end, i_tile, i_g,
+    acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, whole, i_nw, n_keys, off, count, end, i_visit,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
+    SWEEPS: gl.constexpr,
 ):  # fmt: skip
-    """The program's step number `count`, query tile `i_tile` of its group's head `i_g`; those of its block end before `end`."""
-    buffers, staged, _, _, of_steps, exchange, order, left, right, _, _, _, scales = given
+    """The program's step number `count`, which is visit `i_visit` of its block; that one's steps end before `end`."""
+    buffers, staged, _, _, of_steps, exchange, order, left, right, group, _, _, scales = given
     qs, _, _, dos, lses, deltas = buffers
     q_full, do_full, empty = of_steps
-    _, _, off, _ = turn
     stage, phase = count % STAGES, (count // STAGES) & 1
     queries = (as_matrix(qs.index(stage), BLOCK_M, BLOCK_D), as_matrix(dos.index(stage), BLOCK_M, BLOCK_DV))
     after = (count + 1) % STAGES
     coming = (as_matrix(qs.index(after), BLOCK_M, BLOCK_D), q_full, after, ((count + 1) // STAGES) & 1, count + 1 < end)
     b_pT_or_dv, b_dsT = score_gradients(
-        none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_tile, whole, i_nw, n_keys,
-        (off, left, right), scales, HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, BLOCK_M, HALF_N,
+        none_s, b_sT, acc_dv, keys, queries, (lses, deltas), (q_full, do_full), stage, phase, i_visit, group, whole, i_nw, n_keys,
+        (off, left, right), scales, HAS_LEFT, HAS_RIGHT, SOFTCAP, AHEAD, GROUPED, SWEEPS, BLOCK_M, HALF_N,
     )  # fmt: skip
     acc_dk, acc_dv, b_sT = add_products(
-        acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, exchange[0], target, turn,
-        (count, i_tile, i_g), coming, W, HAS_LEFT, ORDERED, AHEAD, BLOCK_M, 2 * HALF_N, BLOCK_D,
+        acc_dk, acc_dv, b_sT, none_s, none_dq, b_pT_or_dv, b_dsT, keys, queries, columns, staged, exchange[0], target,
+        (count, i_visit), coming, W, HAS_LEFT, ORDERED, AHEAD, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     thread_barrier()
     mbarrier.arrive(empty.index(stage), count=1)
@@ -223,15 +227,15 @@ def consume_block(
     given, block, i_item, done, none_s, none_dq, o_dq,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    GROUPED: gl.constexpr, SWEEPS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's part of a block of keys: of every step, which are the program's steps from `done` on, and its rows of dK and dV."""
-    buffers, _, _, _, of_steps, exchange, order, left, right, group, n_slots_q, sums, scales = given
+    buffers, _, notes, _, of_steps, exchange, order, left, right, group, n_slots_q, sums, scales = given
     qs, ks, vs, _, _, _ = buffers
     q_full, _, _ = of_steps
     _, finished, written = exchange
-    i_block, _, n_keys, off, walk, _ = block
-    first_tile, last, n_steps = walk
+    i_block, _, n_keys, off, visits, _ = block
+    first_sum, last, n_visits, first_visit = visits
     HALF_D: gl.constexpr = BLOCK_D // 2
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -243,32 +247,28 @@ def consume_block(
     columns = (b_k0, as_matrix(ks.index(slot * 2 + 1), HALF_N, BLOCK_D).slice(W * HALF_D, HALF_D, 1))
     acc_dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
     acc_dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
-    target = (sums + W * (HALF_D * BLOCK_M), o_dq, first_tile, n_slots_q)
-    turn = (order[0], i_block, off, left)
     i_nw = i_block * (2 * HALF_N) + W * HALF_N
-    whole = whole_tiles(i_nw, n_keys - off, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+    whole_low, whole_high = whole_tiles(i_nw, n_keys - off, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, HALF_N)
+    inside = heads_of_sweep(group, SWEEPS)
+    whole = (whole_low * inside, whole_high * inside)
 
+    end = done + n_visits * (group if SWEEPS else 1)
     b_sT = none_s
     if AHEAD:
         b_q = as_matrix(qs.index(done % STAGES), BLOCK_M, BLOCK_D)
-        b_sT = start_scores(none_s, keys[0], b_q, q_full, done % STAGES, (done // STAGES) & 1, n_steps > 0)
+        b_sT = start_scores(none_s, keys[0], b_q, q_full, done % STAGES, (done // STAGES) & 1, n_visits > 0)
         b_sT = warpgroup_mma_wait(0, deps=(b_sT,))
-    end = done + n_steps
-    if not GROUPED:
-        for count in range(done, end):
+    for i_sweep in range(group if SWEEPS else 1):
+        if SWEEPS:
+            # Read anew, so that no registers hold them from sweep to sweep.
+            first_sum, last, n_visits, first_visit = read_visits(notes, slot, 4)
+        target = (sums + W * (HALF_D * BLOCK_M), o_dq, first_sum + i_sweep * n_slots_q, first_visit, i_block, order[0])
+        for count in range(done, done + n_visits):
             acc_dk, acc_dv, b_sT = consume_step(
-                acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, count, end, last - (count - done), 0,
-                W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD,
+                acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, whole, i_nw, n_keys, off, count, end, last - (count - done),
+                W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, GROUPED, SWEEPS,
             )  # fmt: skip
-    else:
-        # The same order as that of `step_tile`: a division would take registers that are scarce, as this loop would for a group of one.
-        for i_before in range(n_steps // group):
-            for i_g in range(group):
-                acc_dk, acc_dv, b_sT = consume_step(
-                    acc_dk, acc_dv, b_sT, given, none_s, none_dq, keys, columns, target, turn, whole, i_nw, n_keys, done + i_g, end, last - i_before,
-                    i_g, W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD,
-                )  # fmt: skip
-            done += group
+        done += n_visits
     leave_gradients(keys, acc_dk, acc_dv, finished, written, i_item, scales[0], SLOTS)
     return end
 
@@ -278,7 +278,7 @@ def consume(
     given,
     W: gl.constexpr, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, AHEAD: gl.constexpr, SLOTS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    GROUPED: gl.constexpr, SWEEPS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: HALF_N keys of block after block, as the fetching warp notes them, and one half of dQ's columns."""
     _, _, notes, of_blocks, _, _, _, _, _, _, _, _, _ = given
@@ -289,14 +289,14 @@ def consume(
     o_dq = sum_offsets(BLOCK_M, BLOCK_D // 2, dq_layout)
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
-    i_block, rows, n_keys, off, walk, waits = read_block(notes, full, i_item, SLOTS, 4)
+    i_block, rows, n_keys, off, visits, waits = read_block(notes, full, i_item, SLOTS, 4)
     while i_block >= 0:
         done = consume_block(
-            given, (i_block, rows, n_keys, off, walk, waits), i_item, done, none_s, none_dq, o_dq,
-            W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED,
+            given, (i_block, rows, n_keys, off, visits, waits), i_item, done, none_s, none_dq, o_dq,
+            W, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS,
         )  # fmt: skip
         i_item += 1
-        i_block, rows, n_keys, off, walk, waits = read_block(notes, full, i_item, SLOTS, 4)
+        i_block, rows, n_keys, off, visits, waits = read_block(notes, full, i_item, SLOTS, 4)
 
 
 @gluon.jit
@@ -318,7 +318,7 @@ def flash_bwd_hopper_kernel(
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
-    SLOTS: gl.constexpr, GROUPED: gl.constexpr,
+    SLOTS: gl.constexpr, GROUPED: gl.constexpr, SWEEPS: gl.constexpr,
 ):  # fmt: skip
     # Grid: as many programs as processors, or as blocks where those are fewer.
     # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
@@ -326,6 +326,8 @@ def flash_bwd_hopper_kernel(
     # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)
+    # In the free order block 0 clears every tile, of one query head.
+    gl.static_assert(ORDERED or not (HAS_LEFT or GROUPED))
     HALF_N: gl.constexpr = BLOCK_N // 2
     sizes = (n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys)
     n_places = n_slots_k * n_heads_k * (1 if PACKED else n_batch)
@@ -352,22 +354,22 @@ def flash_bwd_hopper_kernel(
         buffers, staged, notes, of_blocks, of_steps, exchange, order, left, right, group, n_slots_q, sums, (scale, scale_log2, score_scale),
     )  # fmt: skip
     store = ((dk, dv), buffers, notes, of_blocks, exchange[2])
-    turning = (notes, of_blocks, order, turns, left, group, n_slots_q)
+    turning = (notes, of_blocks, order, turns, group, n_slots_q)
     # fmt: off
     if ORDERED:
         gl.warp_specialize([
-            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
-            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
-            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS, SWEEPS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
-            (take_turns, (turning, True, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
-            (take_turns, (turning, False, HAS_LEFT, SLOTS, BLOCK_M, BLOCK_N)),
+            (take_turns, (turning, True, HAS_LEFT, SLOTS, SWEEPS)),
+            (take_turns, (turning, False, HAS_LEFT, SLOTS, SWEEPS)),
         ], [4, 1, 1, 1, 1], [240, 24, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
-            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED)),
-            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS)),
+            (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
+            (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS, SWEEPS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
         ], [4, 1, 1], [240, 24, 24])
     # fmt: on

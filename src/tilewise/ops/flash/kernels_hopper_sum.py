@@ -1,6 +1,7 @@
 """Before and after the backward kernel for Hopper: what it reads of each query row, and dq from the sums that it leaves in memory.
 
 Both keep a head's rows in slots of BLOCK_M, as many as `tile_slots` says: a tile of a packed sequence is whole there too, so that TMA reads it whole.
+The `inside` heads that the backward visits tile by tile lie inside of a slot, in its order.
 """
 
 import triton
@@ -8,15 +9,15 @@ import triton.language as tl
 
 from tilewise.ops._tile.delta import row_gradients
 from tilewise.ops._tile.load import store_rows
-from tilewise.ops._tile.reach import key_blocks
+from tilewise.ops._tile.reach import by_head, key_blocks
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
-SIZES = ("n_batch", "n_slots", "n_heads", "n_queries", "n_keys", "left", "right")
+SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left", "right")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, n_queries,
+    o, do, lse, dlse, delta, lse_log2, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, inside, n_queries,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
@@ -24,7 +25,7 @@ def flash_bwd_hopper_prepare_kernel(
     # Loops over: nothing.
     # Writes: its rows of delta and lse_log2, its counter of turns, and the first program the one of tickets.
     pid = tl.program_id(0)
-    i_b, i_h, i_m, start_q, Tq = locate_tile(pid, n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     if cu_q is not None:
         i_b = 0
     o_rows = (o, o_strides, i_b, i_h, start_q, Tq)
@@ -40,7 +41,7 @@ def flash_bwd_hopper_prepare_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_finish_kernel(
-    sums, dq, dq_strides, cu_q, cu_k, n_batch, n_slots, n_heads, n_queries, n_keys, left, right, scale,
+    sums, dq, dq_strides, cu_q, cu_k, n_batch, n_slots, n_heads, inside, n_queries, n_keys, left, right, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
@@ -48,7 +49,7 @@ def flash_bwd_hopper_finish_kernel(
     # Loops over: nothing.
     # Writes: its rows of dq, 0 where no key meets them: nobody has written to such a tile of sums.
     pid = tl.program_id(0)
-    i_b, i_h, i_m, start_q, Tq = locate_tile(pid, n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     i_b, _, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
     first, end = key_blocks(i_m, Tq, Tk, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)[:, None]

@@ -44,6 +44,19 @@ def leaves_idle(inputs: Inputs) -> bool:
     return 4 * programs < 3 * processors(inputs.q.device)
 
 
+def _sweeps(inputs: Inputs) -> bool:
+    """Whether a block of keys sweeps over its query tiles once for each head of its group, so that blocks share what is in the L2 cache.
+
+    Not if causal: the shorter block would be done with a head first, and wait for the longer one before it at the next.
+    """
+    return inputs.group > 1 and (inputs.left is not None or inputs.right is None)
+
+
+def _free_pays(inputs: Inputs) -> bool:
+    """Whether the free order is the faster one: with groups, and under a left limit, an H200 measured it to be slower than the fixed one."""
+    return inputs.group == 1 and inputs.left is None
+
+
 def readable(gradient: torch.Tensor) -> torch.Tensor:
     """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
     return gradient if fits_tiles(gradient) else gradient.clone(memory_format=torch.contiguous_format)
@@ -91,7 +104,8 @@ def backward_launches(
     turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
-    of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2]}
+    sweeps = _sweeps(inputs)
+    of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2], "inside": 1 if sweeps else inputs.group}
     of_sums = {"sums": sums, "BLOCK_D": block_d}
     of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}
     prepare = {
@@ -132,11 +146,12 @@ def backward_launches(
         "BLOCK_DV": block_dv,
         "STAGES": stages,
         "SOFTCAP": bool(inputs.softcap),
-        "ORDERED": deterministic,
+        "ORDERED": deterministic or not _free_pays(inputs),
         "PACKED": inputs.cu_q is not None,
         "AHEAD": ahead,
         "SLOTS": slots,
         "GROUPED": inputs.group > 1,
+        "SWEEPS": sweeps,
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
@@ -159,7 +174,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
 
-    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them.
+    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them, where that is faster.
     """
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
     run_all(backward_launches(inputs, o, lse, readable(do), dlse, (dq, dk, dv), deterministic, config), inputs.q.device)

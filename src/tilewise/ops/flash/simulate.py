@@ -20,8 +20,8 @@ LOG2E = 1.4426950408889634
 class Tiling:
     """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e.
 
-    `reverse` walks from the last tile to the first; for dK and dV, the heads of a group inside each tile, not outside. The kernels for Hopper do, in
-    the forward and for dK and dV; their dQ takes blocks of keys from the first on.
+    `reverse` walks from the last tile to the first; for dK and dV with a limit to the right alone (causal), in each tile over a group's heads, from the
+    last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ takes blocks of keys from the first on.
     """
 
     block_m: int
@@ -232,7 +232,11 @@ def backward_dkdv(
     acc_dk = torch.zeros(tiling.block_n, k.shape[1], dtype=state, device=q.device)
     acc_dv = torch.zeros(tiling.block_n, v.shape[1], dtype=state, device=q.device)
     blocks, heads = query_blocks(i_n, queries, keys, tiling, options), range(q.shape[0])
-    pairs = [(head, i_m) for i_m in blocks[::-1] for head in heads] if tiling.reverse else [(head, i_m) for head in heads for i_m in blocks]
+    if tiling.reverse:
+        blocks = blocks[::-1]
+    pairs = [(head, i_m) for head in heads for i_m in blocks]
+    if tiling.reverse and options.left is None and options.right is not None:
+        pairs = [(head, i_m) for i_m in blocks for head in heads[::-1]]
     for step, (head, i_m) in enumerate(pairs):
         b_q, b_do = tile(q[head], i_m, tiling.block_m), tile(do[head], i_m, tiling.block_m)
         yield f"Q_{step}", b_q

@@ -173,7 +173,10 @@ CASES = (
     _case("packed-128", "packed, D 128", lengths=(130, 0, 257, 1), H=2, Hk=1, D=128, causal=True),
     _case("long-128", "513 tokens, D 128, 2 query heads for a key head", T=513, H=4, Hk=2, D=128, causal=True),
     _case("long-empty", "causal, Tq 600 > Tk 333, scale -0.3: whole tiles of rows see no key", T=600, Tk=333, D=72, scale=-0.3, causal=True),
-    _case("long-window", "450 queries, 700 keys, a window on both sides, softcap", T=450, Tk=700, D=96, window=(150, 40), softcap=5.0),
+    _case(
+        "long-window", "450 queries, 700 keys, a window on both sides, softcap, 2 query heads for a key head",
+        T=450, Tk=700, H=2, Hk=1, D=96, window=(150, 40), softcap=5.0,
+    ),
     _case(
         "long-packed", "packed, long and short, queries and keys apart, D 80, Dv 128",
         lengths=(300, 0, 1, 450), lengths_k=(310, 5, 60, 300), H=4, Hk=2, D=80, Dv=128, causal=True,

@@ -67,15 +67,19 @@ HOPPER = (
     _planted("hopper-columns-swapped", "dQ's halves of columns are swapped", _BWD, ".slice(W * HALF_D,", ".slice((1 - W) * HALF_D,"),
     _planted(
         "hopper-sum-of-nothing", "the first block adds to memory that nobody has cleared", _BWD,
-        "if i_block == first_block(", "if i_block == -1 - first_block(",
+        "if meets_first(i_visit, first_visit, i_block, HAS_LEFT):", "if i_block < 0:",
     ),
     _planted(
         "hopper-last-block-alone", "every block of keys overwrites dQ's sum", _BWD,
-        "if i_block == first_block(", "if i_block >= first_block(",
+        "if meets_first(i_visit, first_visit, i_block, HAS_LEFT):", "if i_block >= 0:",
     ),
     _planted(
-        "hopper-group-sum-lost", "dK and dV of a group's first head, as often as there are heads", _REACH,
-        "return last - i_step // group, i_step % group", "return last - i_step // group, i_step % group * 0",
+        "hopper-group-sum-lost", "dK and dV of a group's first head, as often as there are heads", _BLOCKS,
+        "rows_q = (i_b, i_head + i_g,", "rows_q = (i_b, i_hk * group,",
+    ),
+    _planted(
+        "hopper-sweep-into-first", "without a causal mask, dQ of all heads of a group is added up as the first's", _BWD,
+        "first_sum + i_sweep * n_slots_q", "first_sum",
     ),
     _planted(
         "hopper-diagonal-whole", "in the backward, tiles on the diagonal count as whole", _REACH,
