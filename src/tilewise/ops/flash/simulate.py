@@ -20,8 +20,8 @@ LOG2E = 1.4426950408889634
 class Tiling:
     """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e.
 
-    `reverse` walks from the last tile to the first; for dK and dV with a limit to the right alone (causal), in each tile over a group's heads, from the
-    last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ takes blocks of keys from the first on.
+    `reverse` walks from the last tile to the first; for dK and dV with a limit to the right alone (causal), in each tile over a group's heads, from
+    the last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ takes blocks of keys from the first on.
     """
 
     block_m: int
