@@ -27,8 +27,8 @@ left limit the one before is two tiles ahead from the start.
 
 A group's query heads: one visit is a query tile of one of them. If the block SWEEPS, it walks all its tiles for one head, then for the next:
 neighbouring blocks come to a tile within a few steps, and find it in the L2 cache. Under a causal mask a block would so overtake the longer one
-before it anew at each head, and wait: there it visits all heads of a tile, then the next tile. Visits are walked from the last down, in the order in which
-their sums lie in memory, so that a step needs no division.
+before it anew at each head, and wait: there it visits all heads of a tile, then the next tile. Visits are walked from the last down, in the order in
+which their sums lie in memory, so that a step needs no division.
 """
 
 from triton.experimental import gluon
