@@ -11,7 +11,7 @@ import torch
 
 from tilewise import flash_attention, registry
 from tilewise.ops._host.launching import capture
-from tilewise.ops.flash import launch
+from tilewise.ops.flash import launch, launch_hopper_bwd
 from tilewise.verify.result import BATCH_ORDER, UNREPEATABLE, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
@@ -160,6 +160,23 @@ def test_the_same_bits_a_thousand_times(channels, window):
         if i % 7 == 0:
             noise = noise @ noise.T / 1024
         assert same(gradients(q, k, v, do, window_size=window), first), i
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["B=3,T=700,H=8,Hk=4,D=128,causal=true", "B=2,T=700,H=8,Hk=4,D=64,window=200/0", "lengths=300/0/500,H=6,Hk=3,D=128"])
+def test_parts_have_the_same_bits(case, monkeypatch):
+    """Whether all is worked on at once, or one batch entry or key head after the other for want of memory."""
+    inputs = inputs_of(case)
+    q, k, v, do = tensors(*(x.shape for x in (inputs.q, inputs.k, inputs.v, inputs.q)))
+    offsets = None if inputs.cu_q is None else inputs.cu_q.cuda()
+    inputs = inputs._replace(q=q, k=k, v=v, cu_q=offsets, cu_k=offsets)
+    o, lse = launch.forward(inputs)
+    (dlse,) = tensors(lse.shape, dtype=torch.float32, seed=1)
+    whole = launch_hopper_bwd.backward(inputs, o, lse, do, dlse)
+    for most in (4 << 20, 1):
+        monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", most)
+        assert same(launch_hopper_bwd.backward(inputs, o, lse, do, dlse), whole)
 
 
 @needs_hopper

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import flash_attention
-from tilewise.ops._host.launching import run_all
+from tilewise.ops._host.launching import capture, run_all
 from tilewise.ops.flash import launch, launch_hopper_bwd
 from tilewise.ops.flash.configs_hopper import choose_backward
 
@@ -20,15 +20,15 @@ def private(tile, width):
     return whole.view(BLOCK_M, -1, 8).transpose(0, 1).reshape(-1)
 
 
-def sequences(inputs):
+def sequences(arguments):
     """(q, k, v, do) rows of each sequence: batch entry, queries, keys."""
-    if inputs.cu_q is None:
-        return [(b, slice(None), slice(None)) for b in range(inputs.q.shape[0])]
-    cu_q, cu_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+    if arguments["cu_q"] is None:
+        return [(b, slice(None), slice(None)) for b in range(arguments["q"].base.shape[0])]
+    cu_q, cu_k = arguments["cu_q"].tolist(), arguments["cu_k"].tolist()
     return [(None, slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in range(len(cu_q) - 1)]
 
 
-def main_in_torch(inputs, do, arguments):
+def main_in_torch(arguments):
     """What the kernel computes, from its own arguments, in fp32; tiles that no key meets are left as they are."""
     width = arguments["BLOCK_D"]
     slots = arguments["n_slots_q"]
@@ -42,11 +42,11 @@ def main_in_torch(inputs, do, arguments):
     lse, delta = (by_head(arguments[name].base, BLOCK_M) for name in ("lse_log2", "delta"))
     sums = arguments["sums"].view(-1, slots, inside, BLOCK_M * width)
     dk, dv = arguments["dk"].base, arguments["dv"].base
-    for b, queries, keys in sequences(inputs):
-        q, g = (x[queries] if b is None else x[b] for x in (inputs.q, do))
-        k, v = (x[keys] if b is None else x[b] for x in (inputs.k, inputs.v))
+    for b, queries, keys in sequences(arguments):
+        q, g = (arguments[name].base[queries if b is None else b] for name in ("q", "do"))
+        k, v = (arguments[name].base[keys if b is None else b] for name in ("k", "v"))
         place_k = (keys,) if b is None else (b,)
-        first = queries.start // BLOCK_M + sequences(inputs).index((b, queries, keys)) if b is None else 0
+        first = queries.start // BLOCK_M + sequences(arguments).index((b, queries, keys)) if b is None else 0
         heads = q.shape[1]
         off = len(k) - len(q)
         i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
@@ -90,13 +90,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "free"])
+def run_around(launches, device):
+    """What runs a part's launches, with torch in the main kernel's place."""
+    prepare, main, finish = launches
+    k, packed = main.arguments["k"].base, main.arguments["cu_k"] is not None
+    blocks = launch_hopper_bwd.tile_slots(k.shape[-3], BLOCK_N, main.arguments["cu_k"]) * k.shape[-2] * (1 if packed else k.shape[0])
+    assert main.grid == min(blocks, launch_hopper_bwd.processors(device))
+    run_all([prepare], device)
+    assert not main.arguments["turns"].any()
+    assert not main.arguments["tickets"].any()
+    main_in_torch(main.arguments)
+    run_all([finish], device)
+
+
+@pytest.mark.parametrize("most", [launch_hopper_bwd.MOST_SUMS, 1], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
-def test_prepare_and_finish(name, ordered):
-    case = {"tokens": 0, "keys": 0, "channels": 64, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False} | CASES[
-        name
-    ]
+def test_prepare_and_finish(name, most, monkeypatch):
+    monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", most)
+    monkeypatch.setattr(launch_hopper_bwd, "run_all", run_around)
+    case = USUAL | CASES[name]
     generator = torch.Generator().manual_seed(0)
     lengths, lengths_k = case.get("lengths"), case.get("lengths_k")
 
@@ -124,17 +137,39 @@ def test_prepare_and_finish(name, ordered):
     expected = torch.autograd.grad([o, lse], leaves, [do.double(), torch.where(lse.isfinite(), dlse, 0.0).double()])
 
     inputs = launch.make_inputs(q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"])
-    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    prepare, main, finish = launch_hopper_bwd.backward_launches(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, gradients, ordered)
-    blocks = launch_hopper_bwd.tile_slots(k.shape[-3], BLOCK_N, cu_k) * k.shape[-2] * (1 if cu_q is not None else 2)
-    assert main.grid == min(blocks, launch_hopper_bwd.processors(q.device))
-    run_all([prepare], q.device)
-    assert not main.arguments["turns"].any()
-    assert not main.arguments["tickets"].any()
-    main_in_torch(inputs, do, main.arguments)
-    run_all([finish], q.device)
+    gradients = launch_hopper_bwd.backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "most", "expected"),
+    [
+        (3, 4, 12, [(3, 4)]),
+        (3, 4, 11, [(1, 4), (2, 4)]),
+        (3, 4, 4, [(1, 4)] * 3),
+        (2, 4, 3, [(1, 2)] * 4),
+        (1, 4, 3, [(1, 2)] * 2),
+        (1, 3, 0.5, [(1, 1)] * 3),
+        (None, 4, 4, [(None, 4)]),
+        (None, 5, 4, [(None, 2), (None, 3)]),
+    ],
+)
+def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
+    """Batch entries and key heads of each part, where sums of so many key heads of one entry may be there at a time."""
+    group, slots = 2, 3 if batch else 4
+    monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", int(most * 4 * slots * BLOCK_M * group * 64))
+    lead = (150,) if batch is None else (batch, 150)
+    q, k = (torch.empty(*lead, heads, 40, dtype=torch.bfloat16) for heads in (heads_k * group, heads_k))
+    offsets = None if batch else torch.tensor([0, 70, 150], dtype=torch.int32)
+    inputs = launch.make_inputs(q, k, k, offsets, offsets, True, -1, -1, 0.1, 0.0)
+    lse = torch.empty(*lead[:-1], heads_k * group, 150)
+    with capture(90) as launches:
+        launch_hopper_bwd.backward(inputs, q, lse, q, None)
+    mains = [one.arguments for one in launches[1::3]]
+    assert [(None if batch is None else one["q"].base.shape[0], one["n_heads_k"]) for one in mains] == expected
+    assert all(one["group"] == group for one in mains)
+    assert all(one.arguments["lse"].is_contiguous() for one in launches[::3])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,8 @@ from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
 
+Index = tuple[slice, ...]
+
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.
 REGISTERS = 168
@@ -25,6 +29,8 @@ REGISTERS = 168
 # after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
 # right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
+# Bytes of sums of dQ that there may be at a time: what needs more is worked on in parts, one after the other.
+MOST_SUMS = 1 << 30
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -57,6 +63,26 @@ def _free_pays(inputs: Inputs) -> bool:
     return inputs.group == 1 and inputs.left is None
 
 
+def _slices(count: int, most: int) -> list[slice]:
+    """All of `count` in as few slices of at most `most` as there can be, of about the same size."""
+    parts = -(-count // max(1, most))
+    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
+def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
+    """Parts whose sums fit MOST_SUMS: some batch entries, or some key heads of one. As indices into tensors of queries and of keys, and into LSEs."""
+    packed, group, heads_k = inputs.cu_q is not None, inputs.group, inputs.k.shape[-2]
+    rows = tile_slots(inputs.q.shape[-3], _choose(inputs).block_m, inputs.cu_q) * _choose(inputs).block_m
+    bytes_head = 4 * rows * group * padded(inputs.q.shape[-1])
+    batch = 1 if packed else inputs.q.shape[0]
+    entries = _slices(batch, MOST_SUMS // (bytes_head * heads_k))
+    heads = _slices(heads_k, MOST_SUMS // bytes_head) if len(entries) == batch else [slice(0, heads_k)]
+    for entry, of_keys in itertools.product(entries, heads):
+        lead = () if packed else (entry,)
+        of_queries = slice(of_keys.start * group, of_keys.stop * group)
+        yield (*lead, slice(None), of_queries), (*lead, slice(None), of_keys), (*lead, of_queries)
+
+
 def readable(gradient: torch.Tensor) -> torch.Tensor:
     """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
     return gradient if fits_tiles(gradient) else gradient.clone(memory_format=torch.contiguous_format)
@@ -87,7 +113,7 @@ def backward_launches(
     deterministic: bool,
     config: Backward | None = None,
 ) -> list[Launch]:
-    """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv, all contiguous."""
+    """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv."""
     block_m, block_n, stages, slots, ahead = config or _choose(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
@@ -176,6 +202,11 @@ def backward(
 
     Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them, where that is faster.
     """
+    do = readable(do)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
-    run_all(backward_launches(inputs, o, lse, readable(do), dlse, (dq, dk, dv), deterministic, config), inputs.q.device)
+    for queries, keys, rows in _parts(inputs):
+        part = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
+        given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
+        # Nobody but the call holds a part's sums: the next one's take their place.
+        run_all(backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), deterministic, config), inputs.q.device)
     return dq, dk, dv
