@@ -110,9 +110,10 @@ def _flash() -> Iterator[Case]:
         flash.backward(inputs, o, lse, q, lse, deterministic=deterministic)
 
     def on_hopper(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None) -> None:
-        for deterministic in (True, False):
-            call(q, k, cu, deterministic, causal=True)
-            call(q, k, cu, deterministic, left=6_000_000, right=2_000_000)
+        call(q, k, cu, causal=True)
+        call(q, k, cu, left=6_000_000, right=2_000_000)
+        # The order of sums may be free where there are no groups.
+        call(q, q, cu, deterministic=False, causal=True)
 
     for words, architecture, packed, stride in _layouts():
         q, k, cu = _rows(HEADS, packed=packed, stride=stride), _rows(KEY_HEADS, packed=packed, stride=stride), _offsets(packed)

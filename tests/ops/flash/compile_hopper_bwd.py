@@ -21,6 +21,7 @@ VARIANTS = {
     "groups": {"causal": True, "heads_k": 4},
     "sweeps": {"heads_k": 4},
     "window": {"causal": True, "left": 512, "heads_k": 4},
+    "one-head-window": {"causal": True, "left": 512},
     "packed": {"causal": True, "packed": True},
     "softcap": {"softcap": 30.0},
     "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "heads_k": 2},

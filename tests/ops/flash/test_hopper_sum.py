@@ -78,13 +78,13 @@ def main_in_torch(arguments):
         dv[place_k] = sum_dv.to(dv.dtype)
 
 
-USUAL = {"tokens": 0, "keys": 0, "channels": 64, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False}
+USUAL = {"tokens": 0, "keys": 0, "channels": 64, "heads": 2, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False}
 CASES = {
     "dense causal, fewer keys": {"tokens": 150, "keys": 70, "causal": True},
     "window of groups, narrow": {"tokens": 130, "keys": 200, "heads_k": 1, "left": 20, "right": 10, "channels": 40},
-    "causal groups": {"tokens": 150, "keys": 140, "heads_k": 1, "causal": True},
-    "groups": {"tokens": 70, "keys": 140, "heads_k": 1},
-    "packed groups": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "heads_k": 1, "causal": True},
+    "causal groups": {"tokens": 150, "keys": 140, "heads": 6, "causal": True},
+    "groups": {"tokens": 70, "keys": 140, "heads": 4},
+    "packed groups": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "heads": 4, "causal": True},
     "packed with empty ones": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "causal": True, "channels": 72},
     "softcap, negative scale": {"tokens": 70, "keys": 80, "softcap": 5.0, "scale": -0.3},
 }
@@ -108,6 +108,7 @@ def run_around(launches, device):
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
 def test_prepare_and_finish(name, most, monkeypatch):
     monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", most)
+    monkeypatch.setattr(launch_hopper_bwd, "processors", lambda _device: 1)
     monkeypatch.setattr(launch_hopper_bwd, "run_all", run_around)
     case = USUAL | CASES[name]
     generator = torch.Generator().manual_seed(0)
@@ -117,9 +118,9 @@ def test_prepare_and_finish(name, most, monkeypatch):
         shape = (sum(packed_tokens),) if packed_tokens else (2, tokens)
         return torch.randn(*shape, heads, channels, generator=generator).to(torch.bfloat16)
 
-    q = draw(case["tokens"], lengths, 2, case["channels"])
+    q = draw(case["tokens"], lengths, case["heads"], case["channels"])
     k, v = (draw(case["keys"], lengths_k, case["heads_k"], channels) for channels in (case["channels"], 64))
-    do = draw(case["tokens"], lengths, 2, 64)
+    do = draw(case["tokens"], lengths, case["heads"], 64)
     cu_q, cu_k = (None if x is None else torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, lengths_k))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     o, lse = flash_attention(
@@ -158,6 +159,7 @@ def test_prepare_and_finish(name, most, monkeypatch):
 def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
     """Batch entries and key heads of each part, where sums of so many key heads of one entry may be there at a time."""
     group, slots = 2, 3 if batch else 4
+    monkeypatch.setattr(launch_hopper_bwd, "processors", lambda _device: 1)
     monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", int(most * 4 * slots * BLOCK_M * group * 64))
     lead = (150,) if batch is None else (batch, 150)
     q, k = (torch.empty(*lead, heads, 40, dtype=torch.bfloat16) for heads in (heads_k * group, heads_k))
@@ -170,6 +172,17 @@ def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeyp
     assert [(None if batch is None else one["q"].base.shape[0], one["n_heads_k"]) for one in mains] == expected
     assert all(one["group"] == group for one in mains)
     assert all(one.arguments["lse"].is_contiguous() for one in launches[::3])
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "keys", "parts"), [(1, 16, 512, 1), (1, 64, 512, 2), (8, 64, 512, 16), (4, 16, 8192, 4 * 6), (1, 2, 8192, 1)]
+)
+def test_parts_have_blocks_of_keys_for_all_processors(batch, heads_k, keys, parts, monkeypatch):
+    """A block has 128 keys, and there are 132 processors: 33 heads of 512 keys, or 3 of 8,192."""
+    monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", 1)
+    q, k = (torch.empty(batch, tokens, heads_k, 64, dtype=torch.bfloat16, device="meta") for tokens in (70, keys))
+    inputs = launch.make_inputs(q, k, k, None, None, False, -1, -1, 0.1, 0.0)
+    assert len(list(launch_hopper_bwd._parts(inputs))) == parts
 
 
 @pytest.mark.parametrize(

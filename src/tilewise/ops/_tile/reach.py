@@ -43,24 +43,18 @@ def whole_tiles(
 
 
 @triton.jit
-def first_block(i_m, off, left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first block of keys that meets the query tile whose first row is `i_m`."""
-    first = 0
-    if HAS_LEFT:
-        first = tl.maximum(i_m + off - left, 0) // BLOCK_N
-    return first
-
-
-@triton.jit
 def key_blocks(
     i_m, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """The first of the blocks of keys that meet the query tile whose first row is `i_m`, and the one after the last."""
     off = n_keys - n_queries
+    first = 0
     high = n_keys
+    if HAS_LEFT:
+        first = tl.maximum(i_m + off - left, 0) // BLOCK_N
     if HAS_RIGHT:
         high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)
-    return first_block(i_m, off, left, HAS_LEFT, BLOCK_N), tl.cdiv(tl.maximum(high, 0), BLOCK_N)
+    return first, tl.cdiv(tl.maximum(high, 0), BLOCK_N)
 
 
 @triton.jit

@@ -15,8 +15,8 @@ is computed, so that products run meanwhile; both hold registers longer.
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
 The first block that meets a tile writes, so that nobody has to clear it. Where the order is free, the warp that fetches query tiles opens each tile's
-sum before (`open_sum`): that of the first block clears it, those of others wait until it has. With groups and under a left limit that is slower than
-the fixed order, which runs there always.
+sum before (`open_sum`): that of the first block clears it, those of others wait until it has. With groups and under a left limit the order is always
+fixed, which was faster.
 
 Nobody waits forever, in whatever order programs start: a program takes its blocks from a counter of tickets, in ascending order, and waits only for
 blocks before its own, which have smaller tickets: the smallest that is not done is being worked on, and waits for nobody. Hardly anybody waits long:
@@ -322,7 +322,7 @@ def flash_bwd_hopper_kernel(
 ):  # fmt: skip
     # Grid: as many programs as processors, or as blocks where those are fewer.
     # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
-    # Loops over: the query tiles that meet them, and in each the group's query heads.
+    # Loops over: the query tiles that meet them, of one query head of the group after the other, or in each tile over those heads.
     # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)

@@ -29,7 +29,9 @@ REGISTERS = 168
 # after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
 # right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
-# Bytes of sums of dQ that there may be at a time: what needs more is worked on in parts, one after the other.
+# A left limit of at most this share of the keys makes blocks about equally long.
+NARROW = 0.25
+# Bytes of sums of dQ that there should be at a time: what needs more is worked on in parts, one after the other.
 MOST_SUMS = 1 << 30
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -50,16 +52,22 @@ def leaves_idle(inputs: Inputs) -> bool:
     return 4 * programs < 3 * processors(inputs.q.device)
 
 
+def _mean_keys(inputs: Inputs) -> int:
+    """Keys of a sequence; of packed ones only the mean is known here."""
+    return inputs.k.shape[-3] // (1 if inputs.cu_k is None else max(1, batch_size(inputs.q, inputs.cu_q)))
+
+
 def _sweeps(inputs: Inputs) -> bool:
     """Whether a block of keys sweeps over its query tiles once for each head of its group, so that blocks share what is in the L2 cache.
 
-    Not if causal: the shorter block would be done with a head first, and wait for the longer one before it at the next.
+    Not if causal, unless under a narrow window: the shorter block would be done with a head first, and wait for the longer one before it at the next.
     """
-    return inputs.group > 1 and (inputs.left is not None or inputs.right is None)
+    equally_long = inputs.right is None or (inputs.left is not None and inputs.left <= NARROW * _mean_keys(inputs))
+    return inputs.group > 1 and equally_long
 
 
-def _free_pays(inputs: Inputs) -> bool:
-    """Whether the free order is the faster one: with groups, and under a left limit, an H200 measured it to be slower than the fixed one."""
+def _may_be_free(inputs: Inputs) -> bool:
+    """Whether the order may be free: with groups, and under a left limit, the fixed one was faster on an H200."""
     return inputs.group == 1 and inputs.left is None
 
 
@@ -70,13 +78,17 @@ def _slices(count: int, most: int) -> list[slice]:
 
 
 def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
-    """Parts whose sums fit MOST_SUMS: some batch entries, or some key heads of one. As indices into tensors of queries and of keys, and into LSEs."""
-    packed, group, heads_k = inputs.cu_q is not None, inputs.group, inputs.k.shape[-2]
-    rows = tile_slots(inputs.q.shape[-3], _choose(inputs).block_m, inputs.cu_q) * _choose(inputs).block_m
-    bytes_head = 4 * rows * group * padded(inputs.q.shape[-1])
+    """Some batch entries, or some key heads of one: as many as MOST_SUMS has room for, but as have blocks of keys for all processors.
+
+    As indices into tensors of queries, into those of keys, and into LSEs.
+    """
+    packed, group, heads_k, config = inputs.cu_q is not None, inputs.group, inputs.k.shape[-2], _choose(inputs)
+    bytes_head = 4 * tile_slots(inputs.q.shape[-3], config.block_m, inputs.cu_q) * config.block_m * group * padded(inputs.q.shape[-1])
+    fill = -(-processors(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
+    most = max(MOST_SUMS // bytes_head, fill)
     batch = 1 if packed else inputs.q.shape[0]
-    entries = _slices(batch, MOST_SUMS // (bytes_head * heads_k))
-    heads = _slices(heads_k, MOST_SUMS // bytes_head) if len(entries) == batch else [slice(0, heads_k)]
+    entries = _slices(batch, most // heads_k)
+    heads = _slices(heads_k, most) if len(entries) == batch else [slice(0, heads_k)]
     for entry, of_keys in itertools.product(entries, heads):
         lead = () if packed else (entry,)
         of_queries = slice(of_keys.start * group, of_keys.stop * group)
@@ -120,9 +132,8 @@ def backward_launches(
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
     n_batch = batch_size(q, inputs.cu_q)
-    # Of packed sequences, one after the other is worked on: their mean counts.
-    keys_together = k.shape[-3] // (1 if inputs.cu_k is None else max(1, n_batch))
-    together = TOGETHER_LONG if keys_together >= LONG_KEYS else TOGETHER_SHORT
+    # Packed sequences are worked on one after the other: not all of their keys count together.
+    together = TOGETHER_LONG if _mean_keys(inputs) >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
     sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
@@ -172,7 +183,7 @@ def backward_launches(
         "BLOCK_DV": block_dv,
         "STAGES": stages,
         "SOFTCAP": bool(inputs.softcap),
-        "ORDERED": deterministic or not _free_pays(inputs),
+        "ORDERED": deterministic or not _may_be_free(inputs),
         "PACKED": inputs.cu_q is not None,
         "AHEAD": ahead,
         "SLOTS": slots,
@@ -200,7 +211,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
 
-    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them, where that is faster.
+    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them,
+    if there are no groups and no left limit.
     """
     do = readable(do)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))

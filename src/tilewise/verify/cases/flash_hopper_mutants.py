@@ -74,6 +74,10 @@ HOPPER = (
         "if meets_first(i_visit, first_visit, i_block, HAS_LEFT):", "if i_block >= 0:",
     ),
     _planted(
+        "hopper-first-too-early", "under a left limit, blocks of keys overwrite dQ's sum of tiles that others have added to", _REACH,
+        "first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + left - off, 0), BLOCK_M))", "first = 0",
+    ),
+    _planted(
         "hopper-group-sum-lost", "dK and dV of a group's first head, as often as there are heads", _BLOCKS,
         "rows_q = (i_b, i_head + i_g,", "rows_q = (i_b, i_hk * group,",
     ),
