@@ -81,6 +81,8 @@ class Backward(NamedTuple):
     ahead: bool = False
 
 
+# A left limit of at most this share of the keys makes blocks about equally long.
+NARROW = 0.25
 # At 64 channels the scores of the next tile are started before this one's dQ, and the next block's keys are fetched during this one: at 128 there are
 # no registers for the first, nor for addresses that differ from block to block.
 BACKWARD: dict[tuple[int, int], Backward] = {
@@ -118,6 +120,15 @@ def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, 
         config = FORWARD_SHORT.get(widths, config)
     # One loop more, for the tiles that the left limit cuts, takes registers that three warpgroups do not have.
     return config._replace(groups=2) if left else config
+
+
+def sweeps_heads(group: int, left: int | None, right: int | None, keys: int) -> bool:
+    """Whether a block of keys of the backward sweeps over its query tiles once for each head of its group, so that blocks share the L2 cache.
+
+    Not if causal, unless under a narrow window: the shorter block would be done with a head first, and wait for the longer one before it at the next.
+    """
+    equally_long = right is None or (left is not None and left <= NARROW * keys)
+    return group > 1 and equally_long
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launching import Launch, row_strides, run_all
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops.flash.configs_hopper import Backward, choose_backward, padded
+from tilewise.ops.flash.configs_hopper import Backward, choose_backward, padded, sweeps_heads
 from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
 from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
 
@@ -29,8 +29,6 @@ REGISTERS = 168
 # after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
 # right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
-# A left limit of at most this share of the keys makes blocks about equally long.
-NARROW = 0.25
 # Bytes of sums of dQ that there should be at a time: what needs more is worked on in parts, one after the other.
 MOST_SUMS = 1 << 30
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -55,15 +53,6 @@ def leaves_idle(inputs: Inputs) -> bool:
 def _mean_keys(inputs: Inputs) -> int:
     """Keys of a sequence; of packed ones only the mean is known here."""
     return inputs.k.shape[-3] // (1 if inputs.cu_k is None else max(1, batch_size(inputs.q, inputs.cu_q)))
-
-
-def _sweeps(inputs: Inputs) -> bool:
-    """Whether a block of keys sweeps over its query tiles once for each head of its group, so that blocks share what is in the L2 cache.
-
-    Not if causal, unless under a narrow window: the shorter block would be done with a head first, and wait for the longer one before it at the next.
-    """
-    equally_long = inputs.right is None or (inputs.left is not None and inputs.left <= NARROW * _mean_keys(inputs))
-    return inputs.group > 1 and equally_long
 
 
 def _may_be_free(inputs: Inputs) -> bool:
@@ -141,7 +130,7 @@ def backward_launches(
     turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
-    sweeps = _sweeps(inputs)
+    sweeps = sweeps_heads(inputs.group, inputs.left, inputs.right, _mean_keys(inputs))
     of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2], "inside": 1 if sweeps else inputs.group}
     of_sums = {"sums": sums, "BLOCK_D": block_d}
     of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}

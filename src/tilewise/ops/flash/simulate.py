@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.ops.flash.configs_hopper import sweeps_heads
+
 Named = tuple[str, torch.Tensor]
 # One of the simulations below.
 Program = Callable[..., Iterator[Named]]
@@ -20,7 +22,7 @@ LOG2E = 1.4426950408889634
 class Tiling:
     """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e.
 
-    `reverse` walks from the last tile to the first; for dK and dV with a limit to the right alone (causal), in each tile over a group's heads, from
+    `reverse` walks from the last tile to the first; for dK and dV where `sweeps_heads` says no (causal), in each tile over a group's heads, from
     the last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ takes blocks of keys from the first on.
     """
 
@@ -235,7 +237,7 @@ def backward_dkdv(
     if tiling.reverse:
         blocks = blocks[::-1]
     pairs = [(head, i_m) for head in heads for i_m in blocks]
-    if tiling.reverse and options.left is None and options.right is not None:
+    if tiling.reverse and not sweeps_heads(len(heads), options.left, options.right, keys):
         pairs = [(head, i_m) for i_m in blocks for head in heads[::-1]]
     for step, (head, i_m) in enumerate(pairs):
         b_q, b_do = tile(q[head], i_m, tiling.block_m), tile(do[head], i_m, tiling.block_m)
