@@ -1,6 +1,6 @@
 """What flash attention launches: for usual problems, and with each tile configuration."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -38,7 +38,7 @@ def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str)
 
 
 def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, variant: str) -> list[Labelled]:
-    """The same by the kernels for Hopper: the backward in a fixed order and freely; those that do not serve the problem are left out."""
+    """The same by the kernels for Hopper: the backward in every order; those that do not serve the problem are left out."""
     inputs = _inputs(dtype, channels, values, variant)
     o, lse = _results(inputs)
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
@@ -47,9 +47,9 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
         if launch_hopper.takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
         if launch_hopper.takes("backward", inputs):
-            orders = (True, False)
+            orders = get_args(launch_hopper_bwd.Order) if inputs.left is None else ("fixed",)
             found += captured(
-                architecture, label, "backward", lambda: [launch.backward(inputs, o, lse, o, None, deterministic=order) for order in orders]
+                architecture, label, "backward", lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders]
             )
     return found
 
@@ -130,8 +130,8 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
     if isinstance(entry, ForwardEntry):
         config = entry.config
         return captured(architecture, label, "forward", lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device))
-    tiles, ordered = entry.config, entry.ordered
-    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, ordered, tiles))
+    tiles, order = entry.config, entry.order
+    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, order, tiles))
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 
@@ -72,16 +72,16 @@ class ForwardEntry(_Widths):
 
 @dataclass(frozen=True)
 class BackwardEntry(_Widths):
-    """The backward, dQ summed in a fixed order or freely."""
+    """The backward, dQ summed in one of the orders."""
 
     config: Backward
-    ordered: bool
+    order: launch_hopper_bwd.Order
 
     @property
     def short(self) -> str:
         """One word."""
         tiles = f"{self.config.block_m}x{self.config.block_n}-s{self.config.stages}"
-        return f"bwd-bf16-d{self.channels}-dv{self.values}-{tiles}-{'ordered' if self.ordered else 'free'}"
+        return f"bwd-bf16-d{self.channels}-dv{self.values}-{tiles}-{self.order}"
 
     @property
     def operations(self) -> int:
@@ -109,11 +109,11 @@ Entry = ForwardEntry | BackwardEntry
 
 
 def entries() -> list[Entry]:
-    """Every pair of widths: the forward's tiles, those under softcap and for few keys, and the backward in both orders."""
+    """Every pair of widths: the forward's tiles, those under softcap and for few keys, and the backward in every order."""
     tables = (False, FORWARD), (True, FORWARD_CAPPED), (False, FORWARD_SHORT)
     return [
         *(ForwardEntry(*widths, capped, config) for capped, table in tables for widths, config in table.items()),
-        *(BackwardEntry(*widths, config, ordered) for widths, config in BACKWARD.items() for ordered in (True, False)),
+        *(BackwardEntry(*widths, config, order) for widths, config in BACKWARD.items() for order in get_args(launch_hopper_bwd.Order)),
     ]
 
 
@@ -131,7 +131,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     if isinstance(entry, ForwardEntry):
         return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
     o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
-    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.ordered, entry.config), reference, q, k, v, do)
+    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do)
 
 
 def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:

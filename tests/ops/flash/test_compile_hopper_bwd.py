@@ -41,10 +41,10 @@ def test_causal(channels):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "order"),
-    [*((variant, "ordered") for variant in SPILLED), *((variant, "free") for variant in ("plain", "causal", "packed", "softcap"))],
+    [*((variant, "ordered") for variant in SPILLED), *((variant, "free") for variant in ("plain", "causal", "groups", "packed", "softcap"))],
 )
 def test_every_variant(variant, order):
-    """With groups and under a left limit the order is fixed always."""
+    """Under a left limit, and with groups unless causal, the order is fixed always."""
     check("bfloat16", 128, 128, variant, order)
 
 

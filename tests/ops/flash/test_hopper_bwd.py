@@ -97,16 +97,39 @@ def test_given_tiles_are_for_the_portable_kernels():
 
 
 @pytest.mark.parametrize(
-    ("case", "may_be_free"), [("T=300,D=64", True), ("T=300,D=64,causal=true", True), ("T=300,D=64,Hk=1", False), ("T=300,D=64,window=90/0", False)]
+    ("case", "order"),
+    [
+        ("T=300,D=64", "opened"),
+        ("T=300,D=64,causal=true", "opened"),
+        ("T=300,D=128", "fixed"),
+        ("T=300,D=128,causal=true", "fixed"),
+        ("T=300,D=64,Hk=1", "fixed"),
+        ("T=300,D=64,Hk=1,causal=true", "fixed"),
+        ("T=300,D=64,window=90/0", "fixed"),
+        ("T=8192,H=2,D=64", "opened"),
+        ("T=8191,H=2,D=72", "fixed"),
+        ("T=8192,H=2,D=72", "opened"),
+        ("T=8192,H=2,D=64,causal=true", "opened"),
+        ("T=8191,H=2,D=72,causal=true", "fixed"),
+        ("T=8192,H=2,D=72,causal=true", "cleared"),
+        ("T=8192,H=4,Hk=2,D=64,causal=true", "cleared"),
+        ("T=8192,H=8,Hk=2,D=128,causal=true", "cleared"),
+        ("T=8192,H=8,Hk=2,D=128", "fixed"),
+        ("T=8192,H=2,D=64,window=4000/0", "fixed"),
+        ("lengths=8192/4096/4096,H=2,D=128,causal=true", "fixed"),
+        ("lengths=9000/8000,H=4,Hk=2,D=64,causal=true", "cleared"),
+    ],
 )
-def test_deterministic_reaches_the_kernel(case, may_be_free):
-    """The order is fixed where asked for, and where the free one is slower: with groups, and under a left limit."""
+def test_deterministic_reaches_the_kernel(case, order):
+    """The order is fixed where asked for and where the free one is slower; else sums are cleared before, or opened tile by tile."""
     inputs = inputs_of(case)
-    o, lse = torch.zeros_like(inputs.q), torch.zeros(1, 2, 300)
-    for deterministic in (True, False):
+    lse = torch.zeros(*inputs.q.shape[:-3], inputs.q.shape[-2], inputs.q.shape[-3])
+    for deterministic, expected in ((True, "fixed"), (False, order)):
         with capture(90) as launches:
-            launch.backward(inputs, o, lse, o, None, deterministic=deterministic)
-        assert [one.arguments.get("ORDERED") for one in launches] == [None, deterministic or not may_be_free, None]
+            launch.backward(inputs, inputs.q, lse, inputs.q, None, deterministic=deterministic)
+        prepare, main, _ = (one.arguments for one in launches)
+        found = main["ORDERED"], main["OPENS"], prepare["CLEARS"]
+        assert found == (expected == "fixed", expected == "opened", expected == "cleared")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +155,16 @@ def test_groups_are_swept_over_where_blocks_are_about_equally_long(case, sweeps)
 
 
 def is_free(case):
+    """Whether the order may be free of a long sequence."""
     problem = problem_of(case)
-    return problem.Hk in (None, problem.H) and (not problem.window or problem.window[0] < 0)
+    left, right = problem.window or (-1, -1)
+    return left < 0 and (problem.causal or right >= 0 or problem.Hk in (None, problem.H))
+
+
+@pytest.fixture
+def as_if_long(monkeypatch):
+    """All sequences count as long: orders that few tokens have no use for are free too."""
+    monkeypatch.setattr(launch_hopper_bwd, "LONG_KEYS", 0)
 
 
 def check(case, dtype, deterministic):
@@ -147,16 +178,17 @@ def check(case, dtype, deterministic):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", list(filter(is_free, BACKWARD)))
+@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.parametrize("case", list(filter(is_free, (*BACKWARD, *LONG))))
 def test_free_order_against_fp64(case):
     check(case, "bf16", False)
 
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), [*((case, True) for case in LONG), *((case, False) for case in filter(is_free, LONG))], ids=str)
-def test_long_chains_against_fp64(case, deterministic):
-    check(case, "bf16", deterministic)
+@pytest.mark.parametrize("case", LONG)
+def test_long_chains_against_fp64(case):
+    check(case, "bf16", True)
 
 
 def tensors(*shapes, dtype=torch.bfloat16, seed=0):
@@ -209,8 +241,10 @@ def test_parts_have_the_same_bits(case, monkeypatch):
 
 @needs_hopper
 @pytest.mark.gpu
-def test_free_order_is_close_to_the_fixed_one():
-    q, k, v, do = tensors(*[(2, 2000, 8, 128)] * 4)
+@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.parametrize("channels", [64, 128])
+def test_free_order_is_close_to_the_fixed_one(channels):
+    q, k, v, do = tensors(*[(2, 2000, 8, channels)] * 4)
     fixed, free = (gradients(q, k, v, do, causal=True, deterministic=deterministic) for deterministic in (True, False))
     for a, b in zip(free, fixed, strict=True):
         assert (a.double() - b.double()).norm() / b.double().norm() < 1e-3
@@ -218,6 +252,7 @@ def test_free_order_is_close_to_the_fixed_one():
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.usefixtures("as_if_long")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
 @pytest.mark.parametrize("channels", [64, 128])
 def test_neighbours_never_reach_a_sequence(channels, deterministic):
@@ -265,12 +300,15 @@ def test_gradients_of_any_strides():
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.usefixtures("as_if_long")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
-def test_rows_that_see_nothing_and_keys_that_nobody_sees(deterministic):
-    q, k, v, do = tensors((1, 900, 2, 64), (1, 300, 2, 64), (1, 300, 2, 64), (1, 900, 2, 64))
+@pytest.mark.parametrize("channels", [64, 128])
+def test_rows_that_see_nothing_and_keys_that_nobody_sees(channels, deterministic):
+    q, k, v, do = tensors((1, 900, 2, channels), (1, 300, 2, channels), (1, 300, 2, channels), (1, 900, 2, channels))
     dq, dk, dv = gradients(q, k, v, do, causal=True, deterministic=deterministic)
     assert not dq[:, :600].any()
-    assert dq[:, 600:].any(-1).all()
+    # Row 600 sees one key: its probability is 1, and nothing changes it.
+    assert dq[:, 601:].any(-1).all()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     q, do = q[:, :100], do[:, :100]
     dq, dk, dv = gradients(q, k, v, do, window_size=(20, 0), deterministic=deterministic)
@@ -303,14 +341,17 @@ def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
     o, lse = launch.forward(inputs)
     config = launch.Config(64, 64, 4, 2, tma=True)
     expected = launch.backward(inputs, o, lse, do, None, config, config)
-    for actual, right in zip(launch.backward(inputs, o, lse, do, None), expected, strict=True):
-        assert ((actual - right).double().norm() / right.double().norm()) < 1e-2
+    for deterministic in (True, False):
+        for actual, right in zip(launch.backward(inputs, o, lse, do, None, deterministic=deterministic), expected, strict=True):
+            assert ((actual - right).double().norm() / right.double().norm()) < 1e-2
 
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.usefixtures("as_if_long")
 @pytest.mark.parametrize(
-    ("heads_k", "window", "deterministic"), [(64, -1, True), (64, -1, False), (64, 200, True), (32, -1, True), (32, 50, True), (32, 200, True)]
+    ("heads_k", "window", "deterministic"),
+    [(64, -1, True), (64, -1, False), (64, 200, True), (32, -1, True), (32, -1, False), (32, 50, True), (32, 200, True)],
 )
 def test_offsets_that_decrease_stay_in_bounds_and_end(heads_k, window, deterministic):
     """Values of offsets on a GPU are not checked: whatever they are, nothing outside is read or written, and nobody waits forever."""

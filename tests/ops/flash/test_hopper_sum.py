@@ -99,14 +99,18 @@ def run_around(launches, device):
     run_all([prepare], device)
     assert not main.arguments["turns"].any()
     assert not main.arguments["tickets"].any()
+    # In the fixed order the first block writes: nobody has to clear them, and here they are NaN.
+    sums = main.arguments["sums"]
+    assert sums.isnan().all() if main.arguments["ORDERED"] else not sums.any()
     main_in_torch(main.arguments)
     run_all([finish], device)
 
 
 @pytest.mark.parametrize("most", [launch_hopper_bwd.MOST_SUMS, 1], ids=["whole", "parts"])
+@pytest.mark.parametrize("order", ["fixed", "cleared"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
-def test_prepare_and_finish(name, most, monkeypatch):
+def test_prepare_and_finish(name, order, most, monkeypatch):
     monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", most)
     monkeypatch.setattr(launch_hopper_bwd, "processors", lambda _device: 1)
     monkeypatch.setattr(launch_hopper_bwd, "run_all", run_around)
@@ -138,7 +142,7 @@ def test_prepare_and_finish(name, most, monkeypatch):
     expected = torch.autograd.grad([o, lse], leaves, [do.double(), torch.where(lse.isfinite(), dlse, 0.0).double()])
 
     inputs = launch.make_inputs(q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"])
-    gradients = launch_hopper_bwd.backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse)
+    gradients = launch_hopper_bwd.backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
 
@@ -195,5 +199,5 @@ def test_heads_side_by_side(tokens, sequences, causal, expected):
     offsets = None if sequences is None else torch.linspace(0, tokens, sequences + 1).int()
     inputs = launch.make_inputs(x, x, x, offsets, offsets, causal, -1, -1, 0.1, 0.0)
     lse = torch.empty(2, tokens)
-    _, main, _ = launch_hopper_bwd.backward_launches(inputs, x, lse, x, None, (x, x, x), True)
+    _, main, _ = launch_hopper_bwd.backward_launches(inputs, x, lse, x, None, (x, x, x), "fixed")
     assert main.arguments["together"] == expected

@@ -18,7 +18,7 @@ from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
 @gluon.jit
 def locate_block(
     place, sizes, together, group, left, right, cu_q, cu_k,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, SWEEPS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, OPENS: gl.constexpr, SWEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """What is to be noted of the block at a place in the order of work, and the first query of its sequence."""
@@ -44,7 +44,7 @@ def locate_block(
     if PACKED:
         # Offsets that are not in order may leave out blocks before: then nobody would end the wait for them. Slots of one sequence are neighbours.
         n_before = gl.minimum(i_block, 1)
-        if not ORDERED:
+        if OPENS:
             n_before = i_block
         b_before, block_before = find_tile(cu_k, gl.maximum(i_slot - n_before, 0), n_batch, n_all_keys, BLOCK_N)
         waits = (b_before == i_b) & (block_before + n_before == i_block)
@@ -97,9 +97,9 @@ def fetch_queries(descriptors, buffers, barriers, count, place, row, o_row, PACK
 @gluon.jit
 def fetch_blocks(
     given, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, OPENS: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: block after block, K and V, and each step's query tile; not ORDERED, it opens the step's sum before."""
+    """The fetching warp: block after block, K and V, and each step's query tile; if it OPENS sums, the step's one before."""
     descriptors, buffers, notes, of_blocks, of_steps, tickets, n_places, sizes, together, group, limits, offsets, sums, turns = given
     left, right = limits
     cu_q, cu_k = offsets
@@ -110,7 +110,7 @@ def fetch_blocks(
     place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while place < n_places:
         block, start_q = locate_block(
-            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, ORDERED, SWEEPS, BLOCK_M, 2 * HALF_N
+            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, OPENS, SWEEPS, BLOCK_M, 2 * HALF_N
         )  # fmt: skip
         i_block, i_b, i_hk, _, n_keys, n_queries, first_sum, last, n_visits, _, waits = block
         # A packed block may be a slot past its sequence's last.
@@ -122,7 +122,7 @@ def fetch_blocks(
                     i_visit = last - i_step
                     i_tile, i_g = tile_and_head(i_visit, inside)
                     i_sum = first_sum + i_visit
-                    if not ORDERED:
+                    if OPENS:
                         p_sum = sums + i_sum.to(gl.int64) * (BLOCK_M * BLOCK_D)
                         open_sum(p_sum, turns + i_sum, i_block == 0, waits != 0, BLOCK_M * BLOCK_D)
                     rows_q = (i_b, i_head + i_g, start_q, n_queries)

@@ -14,9 +14,9 @@ is computed, so that products run meanwhile; both hold registers longer.
 
 The order of those sums is fixed where ORDERED: block n of keys adds to a query tile after block n - 1 did. A counter for each tile of each query head
 holds the number of the block whose turn it is; one warp waits for it (`grant`), another passes it on (`release`), so that the warpgroups do neither.
-The first block that meets a tile writes, so that nobody has to clear it. Where the order is free, the warp that fetches query tiles opens each tile's
-sum before (`open_sum`): that of the first block clears it, those of others wait until it has. With groups and under a left limit the order is always
-fixed, which was faster.
+The first block that meets a tile writes, so that nobody has to clear it. Where the order is free, the sums have been cleared before; or, if it OPENS
+them, the warp that fetches query tiles sees to each tile's sum in time (`open_sum`): that of the first block clears it, those of others wait until it
+has. That saves a pass over memory, but nobody passes the first block.
 
 Nobody waits forever, in whatever order programs start: a program takes its blocks from a counter of tickets, in ascending order, and waits only for
 blocks before its own, which have smaller tickets: the smallest that is not done is being worked on, and waits for nobody. Hardly anybody waits long:
@@ -318,7 +318,7 @@ def flash_bwd_hopper_kernel(
     together, left, right, scale, scale_log2, score_scale,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, AHEAD: gl.constexpr,
-    SLOTS: gl.constexpr, GROUPED: gl.constexpr, SWEEPS: gl.constexpr,
+    SLOTS: gl.constexpr, GROUPED: gl.constexpr, SWEEPS: gl.constexpr, OPENS: gl.constexpr,
 ):  # fmt: skip
     # Grid: as many programs as processors, or as blocks where those are fewer.
     # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
@@ -326,8 +326,8 @@ def flash_bwd_hopper_kernel(
     # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)
-    # In the free order block 0 clears every tile, of one query head.
-    gl.static_assert(ORDERED or not (HAS_LEFT or GROUPED))
+    # Block 0 clears every tile, of one query head, in the free order.
+    gl.static_assert(not OPENS or not (ORDERED or HAS_LEFT or GROUPED))
     HALF_N: gl.constexpr = BLOCK_N // 2
     sizes = (n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys)
     n_places = n_slots_k * n_heads_k * (1 if PACKED else n_batch)
@@ -360,7 +360,7 @@ def flash_bwd_hopper_kernel(
         gl.warp_specialize([
             (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
             (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
-            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS, SWEEPS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, OPENS, PACKED, SLOTS, SWEEPS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
             (take_turns, (turning, True, HAS_LEFT, SLOTS, SWEEPS)),
             (take_turns, (turning, False, HAS_LEFT, SLOTS, SWEEPS)),
@@ -369,7 +369,7 @@ def flash_bwd_hopper_kernel(
         gl.warp_specialize([
             (consume, (attend, 0, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
             (consume, (attend, 1, BLOCK_M, HALF_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, AHEAD, SLOTS, GROUPED, SWEEPS)),
-            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, ORDERED, PACKED, SLOTS, SWEEPS)),
+            (fetch_blocks, (fetch, BLOCK_M, HALF_N, BLOCK_D, STAGES, HAS_LEFT, HAS_RIGHT, OPENS, PACKED, SLOTS, SWEEPS)),
             (store_blocks, (store, HALF_N, PACKED, SLOTS)),
         ], [4, 1, 1], [240, 24, 24])
     # fmt: on

@@ -17,13 +17,13 @@ SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, inside, n_queries,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    o, do, lse, dlse, delta, lse_log2, sums, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch, n_slots, n_heads, inside, n_queries,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of delta and lse_log2, its counter of turns, and the first program the one of tickets.
+    # Writes: its rows of delta and lse_log2, its counter of turns, 0 to its tile of sums if it CLEARS them, and the first program the one of tickets.
     pid = tl.program_id(0)
     i_b, i_h, i_m, start_q, Tq = locate_tile(by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     if cu_q is not None:
@@ -35,6 +35,9 @@ def flash_bwd_hopper_prepare_kernel(
     tl.store(delta + o_row, b_delta)
     tl.store(lse_log2 + o_row, b_lse)
     tl.store(turns + pid, 0)
+    if CLEARS:
+        o_sum = pid.to(tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+        tl.store(sums + o_sum, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     if pid == 0:
         tl.store(tickets, 0)
 

@@ -298,7 +298,7 @@ def backward(
         return _empty(q), _empty(k), _empty(v)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     if not portable and _runs_on_hopper(inputs):
-        return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, deterministic)
+        return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic))
     problem = inputs.problem(do)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)
     config_dq = config_dq or configs.choose("dq", problem, architecture(q.device))

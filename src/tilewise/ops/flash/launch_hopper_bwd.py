@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
 
 Index = tuple[slice, ...]
+# In which order blocks of keys add to the sums of dQ: a fixed one, or freely, to tiles that the first block opens in time or that are cleared before.
+Order = Literal["fixed", "opened", "cleared"]
 
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.
@@ -55,9 +57,17 @@ def _mean_keys(inputs: Inputs) -> int:
     return inputs.k.shape[-3] // (1 if inputs.cu_k is None else max(1, batch_size(inputs.q, inputs.cu_q)))
 
 
-def _may_be_free(inputs: Inputs) -> bool:
-    """Whether the order may be free: with groups, and under a left limit, the fixed one was faster on an H200."""
-    return inputs.group == 1 and inputs.left is None
+def choose_order(inputs: Inputs, deterministic: bool) -> Order:
+    """The fixed order if asked for, else the fastest on an H200.
+
+    To clear sums takes a pass over memory; where they are opened, nobody passes the first block.
+    """
+    wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= LONG_KEYS
+    if deterministic or inputs.left is not None:
+        return "fixed"
+    if long and inputs.right is not None and (wide or inputs.group > 1):
+        return "cleared"
+    return "fixed" if inputs.group > 1 or (wide and not long) else "opened"
 
 
 def _slices(count: int, most: int) -> list[slice]:
@@ -111,7 +121,7 @@ def backward_launches(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    deterministic: bool,
+    order: Order,
     config: Backward | None = None,
 ) -> list[Launch]:
     """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv."""
@@ -126,7 +136,7 @@ def backward_launches(
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
     sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
-    # Whose turn it is to add to each tile of sums (in the free order, whether it has been cleared), and how many blocks have been taken.
+    # Whose turn it is to add to each tile of sums (in the free order, whether its first block has cleared it), and how many blocks have been taken.
     turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
     tickets = torch.empty(1, dtype=torch.int32, device=q.device)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
@@ -148,6 +158,7 @@ def backward_launches(
         "dlse_strides": None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride(),
         "DV": v.shape[-1],
         "BLOCK_DV": block_dv,
+        "CLEARS": order == "cleared",
         "enable_fp_fusion": True,
     }
     main = {
@@ -172,7 +183,8 @@ def backward_launches(
         "BLOCK_DV": block_dv,
         "STAGES": stages,
         "SOFTCAP": bool(inputs.softcap),
-        "ORDERED": deterministic or not _may_be_free(inputs),
+        "ORDERED": order == "fixed",
+        "OPENS": order == "opened",
         "PACKED": inputs.cu_q is not None,
         "AHEAD": ahead,
         "SLOTS": slots,
@@ -183,7 +195,7 @@ def backward_launches(
     }
     finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
     return [
-        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
+        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | of_sums | prepare),
         Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_sums | of_keys | main),
         Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_sums | of_keys | finish),
     ]
@@ -195,13 +207,12 @@ def backward(
     lse: torch.Tensor,
     do: torch.Tensor,
     dlse: torch.Tensor | None,
-    deterministic: bool = True,
+    order: Order = "fixed",
     config: Backward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
 
-    Deterministic, the parts of dq are added in a fixed order, else in the order in which programs come to them,
-    if there are no groups and no left limit.
+    With groups and under a left limit the order cannot be `opened`.
     """
     do = readable(do)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
@@ -209,5 +220,5 @@ def backward(
         part = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
         given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
         # Nobody but the call holds a part's sums: the next one's take their place.
-        run_all(backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), deterministic, config), inputs.q.device)
+        run_all(backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), order, config), inputs.q.device)
     return dq, dk, dv
