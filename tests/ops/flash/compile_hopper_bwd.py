@@ -1,6 +1,6 @@
 """Compiles Hopper's backward without a GPU and prints what its kernels use as JSON, in a process of its own.
 
-`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, `ordered` or `free`.
+`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of `launch_hopper_bwd.Order`.
 """
 
 import sys
@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from compile_launches import print_facts
 
 from tilewise.ops._host.launching import capture
-from tilewise.ops.flash import launch
+from tilewise.ops.flash import launch, launch_hopper_bwd
 
-HEADS = 8
+TOKENS, HEADS = 2048, 8
 VARIANTS = {
     "plain": {},
     "causal": {"causal": True},
@@ -28,13 +28,11 @@ VARIANTS = {
 }
 
 
-def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: str) -> None:
+def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: launch_hopper_bwd.Order) -> None:
     usual = {"causal": False, "left": -1, "right": -1, "scale": 0.125, "softcap": 0.0, "packed": False, "heads_k": HEADS}
     options = usual | VARIANTS[variant]
     packed, heads_k = options.pop("packed"), options.pop("heads_k")
-    # The free order is for long sequences, of which a packed batch has four.
-    tokens = 2048 if order == "ordered" else 16384
-    lead = (2 * tokens,) if packed else (2, tokens)
+    lead = (2 * TOKENS,) if packed else (2, TOKENS)
 
     def rows(heads: int, width: int) -> torch.Tensor:
         return torch.empty(*lead, heads, width, dtype=dtype, device="meta")
@@ -44,7 +42,7 @@ def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: st
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
     inputs = launch.make_inputs(q, k, v, offsets, offsets, **options)
     with capture(90) as launches:
-        launch.backward(inputs, o, lse, o, lse, deterministic=order == "ordered")
+        launch_hopper_bwd.backward(inputs, o, lse, o, lse, order)
     print_facts(launches, 90)
 
 

@@ -140,7 +140,7 @@ FREE = [problem for problem in ORDERED if problem[2] is None]
 def test_nobody_waits_forever_and_every_block_adds_once(problem, group, processors, device):
     """Programs take blocks in the order of tickets, the next while the last steps of one are made, and go on at random.
 
-    Ordered, a tile gets its blocks from the first to the last; without a group the order is free.
+    Ordered, a tile gets its blocks from the first to the last; without a group, sums are opened.
     """
     low, high, _, _, first, end, _ = reach(device, *problem)
     ordered, group, blocks = group is not None, group or 1, -(-problem[1] // BLOCK_N)

@@ -326,7 +326,7 @@ def flash_bwd_hopper_kernel(
     # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)
-    # Block 0 clears every tile, of one query head, in the free order.
+    # Block 0 clears every tile, of one query head.
     gl.static_assert(not OPENS or not (ORDERED or HAS_LEFT or GROUPED))
     HALF_N: gl.constexpr = BLOCK_N // 2
     sizes = (n_batch, n_slots_k, n_slots_q, n_heads_k, n_queries, n_keys)

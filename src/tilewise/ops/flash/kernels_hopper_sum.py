@@ -50,7 +50,7 @@ def flash_bwd_hopper_finish_kernel(
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of dq, 0 where no key meets them: nobody has written to such a tile of sums.
+    # Writes: its rows of dq, 0 where no key meets them: nobody has added to such a tile of sums.
     pid = tl.program_id(0)
     i_b, i_h, i_m, start_q, Tq = locate_tile(by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
     i_b, _, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)

@@ -31,6 +31,8 @@ REGISTERS = 168
 # after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
 # right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
+# Keys of a sequence from which on a free order was faster in most cases.
+FREE_KEYS = 8192
 # Bytes of sums of dQ that there should be at a time: what needs more is worked on in parts, one after the other.
 MOST_SUMS = 1 << 30
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -58,16 +60,17 @@ def _mean_keys(inputs: Inputs) -> int:
 
 
 def choose_order(inputs: Inputs, deterministic: bool) -> Order:
-    """The fixed order if asked for, else the fastest on an H200.
+    """The fixed order if asked for, else what was fastest on an H200.
 
     To clear sums takes a pass over memory; where they are opened, nobody passes the first block.
     """
-    wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= LONG_KEYS
+    limited, grouped = inputs.right is not None, inputs.group > 1
+    wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= FREE_KEYS
     if deterministic or inputs.left is not None:
         return "fixed"
-    if long and inputs.right is not None and (wide or inputs.group > 1):
+    if long and limited and (wide or grouped):
         return "cleared"
-    return "fixed" if inputs.group > 1 or (wide and not long) else "opened"
+    return "opened" if not grouped and (long or (limited and not wide)) else "fixed"
 
 
 def _slices(count: int, most: int) -> list[slice]:
@@ -212,7 +215,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
 
-    With groups and under a left limit the order cannot be `opened`.
+    With groups or under a left limit the order cannot be `opened`.
     """
     do = readable(do)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
