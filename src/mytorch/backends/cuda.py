@@ -48,12 +48,12 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
             run_all([Launch(kernel, grid, arguments | {"enable_fp_fusion": True})], self.device)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, Array]:
-        return flash.replayed_forward(self._attention_inputs(q, k, v, causal, scale))
+        return flash.forward(self._attention_inputs(q, k, v, causal, scale))
 
     def attention_grad(
         self, grad: Array, q: Array, k: Array, v: Array, output: Array, lse: Array, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
-        return flash.replayed_backward(self._attention_inputs(q, k, v, causal, scale), output, lse, self._rows_in_order(grad), None)
+        return flash.backward(self._attention_inputs(q, k, v, causal, scale), output, lse, self._rows_in_order(grad), None)
 
     def _attention_inputs(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> flash.Inputs:
         if q.dtype not in (torch.float16, torch.float32):

@@ -11,8 +11,8 @@ import torch
 
 from tilewise import flash_attention, registry
 from tilewise.ops._host.launching import capture
-from tilewise.ops._host.replay import replayed
 from tilewise.ops.flash import launch, launch_hopper_bwd
+from tilewise.ops.flash.api import flash_backward
 from tilewise.verify.result import BATCH_ORDER, UNREPEATABLE, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
@@ -164,9 +164,13 @@ def is_free(case):
 
 @pytest.fixture
 def as_if_long(monkeypatch):
-    """All sequences count as long for the choice of an order; what was recorded of calls before would run in the order that they had."""
+    """All sequences count as long for the choice of an order; templates of calls before would run in the order that they had."""
     monkeypatch.setattr(launch_hopper_bwd, "FREE_KEYS", 0)
-    monkeypatch.setattr(launch, "replayed_backward", replayed(launch.backward))
+    for kept in (launch.backward, flash_backward):
+        kept.forget()
+    yield
+    for kept in (launch.backward, flash_backward):
+        kept.forget()
 
 
 def check(case, dtype, deterministic):
@@ -239,10 +243,10 @@ def test_parts_have_the_same_bits(case, monkeypatch):
     inputs = inputs._replace(q=q, k=k, v=v, cu_q=offsets, cu_k=offsets)
     o, lse = launch.forward(inputs)
     (dlse,) = tensors(lse.shape, dtype=torch.float32, seed=1)
-    whole = launch_hopper_bwd.backward(inputs, o, lse, do, dlse)
+    whole = launch_hopper_bwd.plan_backward(inputs, o, lse, do, dlse)
     for heads_k in (8, 4, 2, 1):
         monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", heads_k * head)
-        assert same(launch_hopper_bwd.backward(inputs, o, lse, do, dlse), whole)
+        assert same(launch_hopper_bwd.plan_backward(inputs, o, lse, do, dlse), whole)
 
 
 @needs_hopper

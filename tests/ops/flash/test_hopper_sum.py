@@ -113,7 +113,7 @@ def run_around(launches, device):
 def test_prepare_and_finish(name, order, most, monkeypatch):
     monkeypatch.setattr(launch_hopper_bwd, "MOST_SUMS", most)
     monkeypatch.setattr(launch_hopper_bwd, "processors", lambda _device: 1)
-    monkeypatch.setattr(launch_hopper_bwd, "run_all", run_around)
+    monkeypatch.setattr(launch_hopper_bwd, "emit", lambda beside, *launches: run_around(launches, beside.device))
     case = USUAL | CASES[name]
     generator = torch.Generator().manual_seed(0)
     lengths, lengths_k = case.get("lengths"), case.get("lengths_k")
@@ -142,7 +142,7 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
     expected = torch.autograd.grad([o, lse], leaves, [do.double(), torch.where(lse.isfinite(), dlse, 0.0).double()])
 
     inputs = launch.make_inputs(q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"])
-    gradients = launch_hopper_bwd.backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
+    gradients = launch_hopper_bwd.plan_backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
 
@@ -171,7 +171,7 @@ def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeyp
     inputs = launch.make_inputs(q, k, k, offsets, offsets, True, -1, -1, 0.1, 0.0)
     lse = torch.empty(*lead[:-1], heads_k * group, 150)
     with capture(90) as launches:
-        launch_hopper_bwd.backward(inputs, q, lse, q, None)
+        launch_hopper_bwd.plan_backward(inputs, q, lse, q, None)
     mains = [one.arguments for one in launches[1::3]]
     assert [(None if batch is None else one["q"].base.shape[0], one["n_heads_k"]) for one in mains] == expected
     assert all(one["group"] == group for one in mains)

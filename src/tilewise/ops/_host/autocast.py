@@ -17,6 +17,8 @@ def autocasting(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
+        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+            return function(*arguments, **named)
         device = next((x.device.type for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)), "")
         # torch.compile before torch 2.12 cannot trace torch.amp.is_autocast_available.
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

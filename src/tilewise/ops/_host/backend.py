@@ -1,19 +1,26 @@
 """Which implementation runs a call: `triton`, `cpu` or `reference`."""
 
 import contextlib
+import contextvars
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import triton
+
+try:
+    import triton
+except ImportError:
+    triton = None
 
 BACKENDS = ("triton", "cpu", "reference")
 MINIMUM_CAPABILITY = (8, 0)
 
 
 # Triton decides when a kernel is defined, so once for a process.
-_INTERPRETING = bool(triton.knobs.runtime.interpret)
+HAS_TRITON = triton is not None
+_INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def interpreting() -> bool:
@@ -50,22 +57,51 @@ def _check_triton(device: torch.device, source: str) -> None:
         raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
 
 
-_as_if: list[int] = []
+# Of a context: a thread's, or a task's. Others are not touched.
+_as_if: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_as_if", default=None)
 
 
 @contextlib.contextmanager
 def as_if_on(architecture: int) -> Iterator[None]:
-    """Inside, `architecture` says this one, whatever the device: for launches that are compiled and not run."""
-    _as_if.append(architecture)
+    """Inside, `architecture` says this one in this context, whatever the device: for launches that are compiled and not run."""
+    token = _as_if.set(architecture)
     try:
         yield
     finally:
-        _as_if.pop()
+        _as_if.reset(token)
 
 
-def pretending() -> bool:
-    """Whether `as_if_on` is in force."""
-    return bool(_as_if)
+def pretended() -> int | None:
+    """The architecture that `as_if_on` says; None where it is not in force."""
+    return _as_if.get()
+
+
+_collected: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("tilewise_collected", default=None)
+
+
+@contextlib.contextmanager
+def collecting(launches: list[Any]) -> Iterator[None]:
+    """Inside, this context's launches do not run: they are appended to `launches`."""
+    token = _collected.set(launches)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+
+
+def collected() -> list[Any] | None:
+    """Where this context's launches are collected; None where they run."""
+    return _collected.get()
+
+
+def observed() -> bool:
+    """Whether launches are collected rather than run, or tiles are those of another architecture than the device's."""
+    return _collected.get() is not None or _as_if.get() is not None
+
+
+def asked() -> contextvars.Context | None:
+    """What this context asked for, to be carried to a backward, which torch runs in a thread of its own; None where it asked for nothing."""
+    return contextvars.copy_context() if observed() else None
 
 
 def architecture(device: torch.device) -> int:
@@ -73,8 +109,9 @@ def architecture(device: torch.device) -> int:
 
     Interpreted kernels take the tiles of 90, so that tests run what GPUs run.
     """
-    if _as_if:
-        return _as_if[-1]
+    pretended_one = _as_if.get()
+    if pretended_one is not None:
+        return pretended_one
     return _capability(device) if device.type == "cuda" else 90
 
 

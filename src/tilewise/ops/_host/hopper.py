@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.ops._host import backend, launching
+from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._tile.hopper import RAGGED_ROWS
 
 # Where there is no GPU to ask: an H100's and an H200's.
@@ -33,7 +33,7 @@ def _layout(dtype: torch.dtype, *block_shape: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), DTYPES[dtype])
 
 
-def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
     """For tiles of `rows` tokens and `columns` channels of one head, to be read with `load_tile` and written with `store_tile`.
 
     Dense: over `[B, H, T, D]`. What lies past T or D reads as 0 and is not written.
@@ -46,18 +46,20 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     if x.dim() == 4:
         batch, tokens, heads, channels = x.shape
         stride_b, stride_t, stride_h, _ = x.stride()
-        shape, strides, block = [batch, heads, tokens, channels], [stride_b, stride_h, stride_t, 1], [1, 1, rows, columns]
+        shape: tuple[int, ...] = (batch, heads, tokens, channels)
+        strides: tuple[int, ...] = (stride_b, stride_h, stride_t, 1)
+        block: tuple[int, ...] = (1, 1, rows, columns)
     else:
         _, heads, channels = x.shape
         stride_t, stride_h, _ = x.stride()
-        shape = [MANY, MANY, heads, RAGGED_ROWS.value, channels]
-        strides, block = [RAGGED_STRIDE - stride_t, stride_t, stride_h, stride_t, 1], [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, _layout(x.dtype, *block))
+        shape = (MANY, MANY, heads, RAGGED_ROWS.value, channels)
+        strides, block = (RAGGED_STRIDE - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, rows, columns)
+    return Descriptor(x, shape, strides, block, _layout(x.dtype, *block))
 
 
 def processors(device: torch.device) -> int:
     """How many processors (SMs) a device has; an H100's where launches are only collected."""
-    if device.type != "cuda" or backend.pretending():
+    if device.type != "cuda" or backend.pretended() is not None:
         return PROCESSORS
     return _processors(device)
 

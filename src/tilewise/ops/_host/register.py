@@ -1,23 +1,104 @@
-"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them."""
+"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the short way of plain eager calls."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import library
 
+from tilewise.ops._host import backend
+from tilewise.ops._host.kept import Kept
+
+if backend.HAS_TRITON:
+    from tilewise.ops._host.template import Template
+
 # Registrations live as long as the process.
 _library = library.Library("tilewise", "FRAGMENT")
+# Problems that an operator remembers; beyond, the least recently used one goes.
+MOST_REMEMBERED = 1024
+# Of torch's own classes: another one may be anything.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+ALIGNMENT = 16
+
+
+def _is_plain() -> bool:
+    """Whether nothing but autograd stands between a call and its kernels: no compiler, mode, transform, cast, check or observer."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+        or backend.observed()
+        or "TILEWISE_CHECK" in os.environ
+    )
+
+
+class _Problem:
+    """A call whose arguments have been checked: what runs it, for all tensors of the same metadata.
+
+    The first call runs the plan itself: where every call has another shape, no template is made for nothing.
+    """
+
+    __slots__ = ("_numbers", "_picks", "_plan", "_run", "_seen", "_template")
+
+    def __init__(self, run: Callable[..., Any], plan: Callable[..., Any] | None, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        self._run, self._plan = run, plan
+        # Which of the given tensors each of the operator's first arguments is.
+        self._picks = [_pick(i, x, given) for i, x in enumerate(arguments[: len(given)])]
+        self._numbers = arguments[len(given) :]
+        self._seen = False
+        self._template: Any = None
+
+    def arguments(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of the operator."""
+        return *[None if at is None else given[at] for at in self._picks], *self._numbers
+
+    def run(self, given: tuple[Any, ...]) -> Any:
+        """The operator's results."""
+        if self._template is None:
+            if self._plan is None or not self._seen:
+                self._seen = True
+                run = self._run if self._plan is None else self._plan
+                return run(*self.arguments(given))
+            self._template = self.make_template(given)
+        return self._template.run([x for x in given if x is not None])
+
+    def make_template(self, given: tuple[Any, ...]) -> "Template":
+        """Of the operator's plan; each given tensor has a slot of its own, though two may be the same one."""
+        template = Template(given[0].device)
+        slots = tuple([None if x is None else template.given(x) for x in given])
+        return template.finish(self._plan(*self.arguments(slots)))  # type: ignore[misc]
+
+
+def _pick(i: int, x: Any, given: tuple[Any, ...]) -> int | None:
+    """Each argument is the given tensor in its place, or stands in for one that was not given."""
+    if x is None or x is given[i]:
+        return None if x is None else i
+    return next(j for j, y in enumerate(given) if y is x)
 
 
 class Operator:
     """What torch knows as `tilewise::<name>`; plain eager calls reach it without the dispatcher, which would cost 30 to 100 µs each."""
 
-    def __init__(self, name: str, run: Callable[..., Any], function: type[torch.autograd.Function], tensors: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        function: type[torch.autograd.Function],
+        remembered: type[torch.autograd.Function],
+        tensors: tuple[int, ...],
+        plan: Callable[..., Any] | None,
+    ) -> None:
         self.overload = getattr(torch.ops.tilewise, name).default
-        self._run = run
+        self.run = run
         self._function = function
+        self._remembered = remembered
         self._tensors = tensors
+        self._plan = plan
+        self._problems: Kept[_Problem] = Kept(MOST_REMEMBERED)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call as the schema says, all arguments by position."""
@@ -37,13 +118,71 @@ class Operator:
                 differentiate = differentiate or x.requires_grad
         if differentiate and torch.is_grad_enabled():
             return self._function.apply(arguments, *(arguments[position] for position in self._tensors))
-        return self._run(*arguments)
+        return self.run(*arguments)
+
+    def call_checked(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+        """Call with arguments that need no check, tensors first."""
+        return self.call(given, numbers, _as_they_are)
+
+    def call(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]) -> Any:
+        """Call with what a user gave: tensors or None, and options.
+
+        `prepare(*given, *options)` checks them and returns the operator's arguments, its tensors first and in the order of the given ones; None
+        where the operator is not to be called, which is then returned. A plain eager call with metadata that came before is not checked again.
+        """
+        if not _is_plain():
+            arguments = prepare(*given, *options)
+            return None if arguments is None else self(*arguments)
+        # 1, True and 1.0 are equal, and not the same option.
+        key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[x.__class__ for x in options]]
+        differentiate = False
+        for x in given:
+            if x is None:
+                key.append(None)
+            elif x.__class__ in PLAIN:
+                key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % ALIGNMENT)
+                differentiate = differentiate or x.requires_grad
+            else:
+                arguments = prepare(*given, *options)
+                return None if arguments is None else self(*arguments)
+        try:
+            problem = self._problems.get(whole := tuple(key))
+        except TypeError:
+            # An option, such as a list, that is no key.
+            arguments = prepare(*given, *options)
+            return None if arguments is None else self(*arguments)
+        if problem is None:
+            arguments = prepare(*given, *options)
+            if arguments is None:
+                return None
+            problem = self._remember(whole, given, arguments)
+            if problem is None:
+                return self(*arguments)
+        if differentiate and torch.is_grad_enabled():
+            return self._remembered.apply(problem, *given)
+        return problem.run(given)
+
+    def forget(self) -> None:
+        """Drop all problems: after a change of what a plan reads beside its arguments."""
+        self._problems.clear()
+
+    def _remember(self, key: tuple[Any, ...], given: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Problem | None:
+        """None where an argument is none of the given tensors but made of one."""
+        if not all(x is None or x is y or (y is None and any(x is z for z in given)) for x, y in zip(arguments, given, strict=False)):
+            return None
+        # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
+        templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
+        return self._problems.add(key, _Problem(self.run, self._plan if templated else None, given, arguments))
 
 
-def _autograd_function(
+def _as_they_are(*arguments: Any) -> tuple[Any, ...]:
+    return arguments
+
+
+def _autograd_functions(
     name: str, run: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None], tensors: tuple[int, ...]
-) -> type[torch.autograd.Function]:
-    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see.
+) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And `apply(problem, *given)`.
 
     torch looks at every argument of apply several times, and where setup_context is a method of its own also at forward's signature:
     with the schema's arguments one by one that took 60 µs.
@@ -52,13 +191,23 @@ def _autograd_function(
     def forward(ctx: Any, arguments: tuple[Any, ...], *_: Any) -> Any:
         output = run(*arguments)
         setup_context(ctx, arguments, output)
+        ctx.asked = backend.asked()
+        return output
+
+    def forward_again(ctx: Any, problem: _Problem, *given: Any) -> Any:
+        output = problem.run(given)
+        setup_context(ctx, problem.arguments(given), output)
+        ctx.asked = None
         return output
 
     def gradients(ctx: Any, *incoming: Any) -> Any:
-        outgoing = backward(ctx, *incoming)
+        outgoing = backward(ctx, *incoming) if ctx.asked is None else ctx.asked.copy().run(backward, ctx, *incoming)
         return None, *(outgoing[position] for position in tensors)
 
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+    def make(forward: Callable[..., Any]) -> type[torch.autograd.Function]:
+        return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+
+    return make(forward), make(forward_again)
 
 
 def register(
@@ -67,10 +216,12 @@ def register(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    plan: Callable[..., Any] | None = None,
 ) -> Operator:
     """Define `tilewise::<schema>`, computed by `run` on every device; `fake` gives the outputs' shapes, strides and dtypes without data.
 
-    `backward` and `setup_context` are as in torch's register_autograd; without them a derivative raises, saying so.
+    `backward` and `setup_context` are as in torch's register_autograd; without them a derivative raises, saying so. `plan`, of the same
+    arguments as `run`, computes the same with Triton's kernels, and may be given slots in place of tensors.
     """
     name = schema.split("(", 1)[0]
     qualified = f"tilewise::{name}"
@@ -94,4 +245,5 @@ def register(
         for position, argument in enumerate(torch._C.parse_schema(qualified + schema[len(name) :]).arguments)
         if "Tensor" in str(argument.type)
     )
-    return Operator(name, run, _autograd_function(name, run, backward, setup_context, tensors), tensors)
+    functions = _autograd_functions(name, run, backward, setup_context, tensors)
+    return Operator(name, run, *functions, tensors, plan)

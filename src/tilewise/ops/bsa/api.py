@@ -6,15 +6,18 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import register
-from tilewise.ops.bsa import cpu, launch, reference
+from tilewise.ops.bsa import cpu, reference
 from tilewise.ops.bsa.options import Options
 from tilewise.ops.nsa.branches import nothing, without_autocast
 
+if HAS_TRITON:
+    from tilewise.ops.bsa import launch
+
 GATES = ("g_cmp", "g_slc", "g_swa")
-FORWARD: dict[str, Any] = {"cpu": cpu.forward, "triton": launch.replayed_forward}
-BACKWARD: dict[str, Any] = {"cpu": cpu.backward, "triton": launch.replayed_backward}
+FORWARD: dict[str, Any] = {"cpu": cpu.forward} | ({"triton": launch.forward} if HAS_TRITON else {})
+BACKWARD: dict[str, Any] = {"cpu": cpu.backward} | ({"triton": launch.backward} if HAS_TRITON else {})
 
 
 @autocasting
@@ -62,26 +65,69 @@ def block_sparse_attn(
 
     Values in seq_offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
+    given = q, k, v, u, g_cmp, g_slc, g_swa, seq_offsets
+    options = block_counts, block_size, window_size, scale, interleave, backend
+    made = bsa_forward.call(given, options, _prepare)
+    if made is None:
+        return _by_reference(*given, *options)
+    o, block_indices, *_ = made
+    return o, block_indices
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    block_counts: int,
+    block_size: int,
+    window_size: int,
+    scale: float | None,
+    interleave: bool,
+    backend: str | None,
+) -> tuple[Any, ...] | None:
+    """The arguments of `bsa_forward`, checked; None where the reference is to compute."""
     checks.check_whole(block_counts, "block_counts", 1)
     checks.check_whole(block_size, "block_size", 1)
     checks.check_whole(window_size, "window_size", 0)
-    backend = _check_tensors(q, k, v, u, (g_cmp, g_slc, g_swa), seq_offsets, backend)
+    backend = _check_tensors(q, k, v, u, (g_cmp, g_slc, g_swa), offsets, backend)
     if interleave and q.shape[-2] % 2 != 0:
         raise ValueError(
             f"interleave is True and q has {q.shape[-2]} heads: head 2i + 1 takes head 2i's blocks; give an even number, or interleave=False"
         )
     scale = _scale_of(q, scale)
-    seq_offsets = None if seq_offsets is None else seq_offsets.contiguous()
+    if backend == "reference":
+        return None
     # Without its branch a gate takes no part, whatever it holds.
     g_swa = g_swa if window_size > 0 else None
-    if backend == "reference":
-        _check_values(q, seq_offsets)
-        named: dict[str, Any] = {"scale": scale, "interleave": interleave, "seq_offsets": seq_offsets}
-        return reference.block_sparse_attn(q, k, v, u, g_cmp, g_slc, g_swa, block_counts, block_size, window_size, **named)
-    o, block_indices, *_ = bsa_forward(
-        q, k, v, u, g_cmp, g_slc, g_swa, seq_offsets, block_counts, block_size, window_size, scale, bool(interleave), backend
-    )
-    return o, block_indices
+    offsets = None if offsets is None else offsets.contiguous()
+    return q, k, v, u, g_cmp, g_slc, g_swa, offsets, block_counts, block_size, window_size, scale, bool(interleave), backend
+
+
+def _by_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    block_counts: int,
+    block_size: int,
+    window_size: int,
+    scale: float | None,
+    interleave: bool,
+    _backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_values(q, offsets)
+    named: dict[str, Any] = {"scale": _scale_of(q, scale), "interleave": interleave, "seq_offsets": offsets}
+    g_swa = g_swa if window_size > 0 else None
+    return reference.block_sparse_attn(q, k, v, u, g_cmp, g_slc, g_swa, block_counts, block_size, window_size, **named)
 
 
 def _check_tensors(
@@ -148,6 +194,38 @@ def _run_forward(
     return tuple(FORWARD[backend](q, k, v, u, (g_cmp, g_slc, g_swa), cu, options))
 
 
+def _plan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    *numbers: Any,
+) -> tuple[torch.Tensor, ...]:
+    options, _ = _options(numbers, q.shape[-3])
+    return tuple(launch.plan_forward(q, k, v, u, (g_cmp, g_slc, g_swa), cu, options))
+
+
+def _plan_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    *saved: Any,
+) -> tuple[torch.Tensor, ...]:
+    options, _ = _options(saved[7:], q.shape[-3])
+    plan: Any = launch.plan_backward
+    gradients = plan(do, q, k, v, u, (g_cmp, g_slc, g_swa), *saved[:7], options)
+    return tuple(nothing(q) if gradient is None else gradient for gradient in gradients)
+
+
 def _run_backward(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -193,7 +271,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, *_others: Any) -> tuple[to
     q, _, v, *_ = ctx.saved_tensors
     if do is None:
         do = torch.zeros(v.shape, dtype=q.dtype, device=q.device)
-    gradients = bsa_backward(do, *ctx.saved_tensors, *ctx.numbers)
+    gradients = bsa_backward.call_checked((do, *ctx.saved_tensors), ctx.numbers)
     wanted = (None if x is None else gradient for x, gradient in zip(ctx.saved_tensors[:7], gradients, strict=True))
     return *wanted, *(None,) * (1 + len(ctx.numbers))
 
@@ -206,6 +284,7 @@ bsa_backward = register(
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor du, Tensor dg_cmp, Tensor dg_slc, Tensor dg_swa)",
     _run_backward,
     _fake_backward,
+    plan=_plan_backward,
 )
 bsa_forward = register(
     f"bsa_forward({_INPUTS}, Tensor? cu, {_NUMBERS}) -> (Tensor o, {_MADE})",
@@ -213,4 +292,5 @@ bsa_forward = register(
     _fake_forward,
     _differentiate,
     _save,
+    plan=_plan_forward,
 )

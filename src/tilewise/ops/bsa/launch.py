@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, run_all
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.replay import replayed
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import Operation, emit
 from tilewise.ops.bsa import configs, selected
 from tilewise.ops.bsa.kernels_keys import bsa_bwd_keys_kernel
 from tilewise.ops.bsa.kernels_norm import bsa_norm_bwd_kernel, bsa_norm_fwd_kernel
@@ -73,6 +74,10 @@ def _tokens(x: torch.Tensor) -> int:
     return x.numel() // (x.shape[-1] * x.shape[-2])
 
 
+def _sum_of_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
+    return x.unflatten(-3, (parts, -1)).sum(-4)
+
+
 def _add_keys(
     x: torch.Tensor,
     dx_slc: torch.Tensor,
@@ -85,8 +90,9 @@ def _add_keys(
 ) -> torch.Tensor:
     """The gradient of k or v, `x`, from all branches; that of the means comes in `parts`."""
     if parts > 1:
-        dx_cmp = dx_cmp.unflatten(-3, (parts, -1)).sum(-4)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = dx_cmp.shape[-3] // parts
+        dx_cmp = compute(_sum_of_parts, dx_cmp, parts, shape=(*dx_cmp.shape[:-3], rows, *dx_cmp.shape[-2:]), dtype=dx_cmp.dtype)
+    dx = x.new_empty(x.shape)
     if dx.numel():
         n_tiles = tile_slots(x.shape[-3], KEYS, cu)
         tensors = {"dx_slc": dx_slc, "dx_cmp": dx_cmp, "dx_swa": dx_swa, "dx": dx}
@@ -96,30 +102,30 @@ def _add_keys(
         arguments |= {"n_tokens": x.shape[-3], "n_windows": dx_cmp.shape[-3], "D": x.shape[-1]}
         arguments |= {"BLOCK_D": padded_channels(x.shape[-1]), "BLOCK_M": KEYS, "BLOCK_SIZE": block_size, "enable_fp_fusion": True}
         grid = n_tiles * x.shape[-2] * (x.shape[0] if cu is None else 1)
-        run_all([Launch(bsa_bwd_keys_kernel, grid, arguments)], x.device)
+        emit(x, Launch(bsa_bwd_keys_kernel, grid, arguments))
     return dx
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor, gates: Gates, cu: torch.Tensor | None, options: Options) -> Results:
+def plan_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor, gates: Gates, cu: torch.Tensor | None, options: Options
+) -> Results:
     """All branches, their blocks, and the output."""
     block_size, tokens = options.block_size, q.shape[-3]
     shared = 2 if options.interleave else 1
     windows = mean_windows(cu, tokens, block_size)
     k_cmp, v_cmp = (compress(x, cu, windows, block_size, block_size) for x in (k, v))
-    o_cmp = silu.forward(_compressed(q, k_cmp, v_cmp, cu, windows, options))
+    o_cmp = silu.plan_forward(_compressed(q, k_cmp, v_cmp, cu, windows, options))
     count = options.block_counts if cu is not None else min(options.block_counts, -(-tokens // block_size))
     indices, public = selected.choose(q, k_cmp, cu, windows, count, block_size, shared, options.scale)
     o_slc = selected.forward(selected.make_inputs(q, k, v, indices, cu, block_size, options.scale))
-    o_swa = silu.forward(_window(q, k, v, cu, options)) if options.window_size else None
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    o_swa = silu.plan_forward(_window(q, k, v, cu, options)) if options.window_size else None
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if o.numel():
-        run_all(
-            [Launch(bsa_norm_fwd_kernel, -(-_tokens(o) // norm_rows(*u.shape[-2:])), _norm(u, [o_cmp, o_slc, o_swa], gates) | {"o": o})], o.device
-        )
-    return Results(o, public, k_cmp, v_cmp, o_cmp, o_slc, q.new_empty(0) if o_swa is None else o_swa)
+        emit(o, Launch(bsa_norm_fwd_kernel, -(-_tokens(o) // norm_rows(*u.shape[-2:])), _norm(u, [o_cmp, o_slc, o_swa], gates) | {"o": o}))
+    return Results(o, public, k_cmp, v_cmp, o_cmp, o_slc, q.new_empty((0,)) if o_swa is None else o_swa)
 
 
-def backward(
+def plan_backward(
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -138,35 +144,25 @@ def backward(
     """dq, dk, dv, du and the gates' gradients, None for a gate that is None."""
     block_size, tokens = options.block_size, q.shape[-3]
     branches = [o_cmp, o_slc, o_swa if options.window_size else None]
-    du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    do_cmp, do_slc = torch.empty_like(o_cmp), torch.empty_like(o_slc)
-    do_swa = torch.empty_like(o_swa) if options.window_size else None
-    dgates = [None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for gate in gates]
+    du, do_cmp, do_slc = (x.new_empty(x.shape) for x in (u, o_cmp, o_slc))
+    do_swa = o_swa.new_empty(o_swa.shape) if options.window_size else None
+    dgates = [None if gate is None else gate.new_empty(gate.shape) for gate in gates]
     if du.numel():
         outgoing = dict(zip(("do_cmp", "do_slc", "do_swa", "dg_cmp", "dg_slc", "dg_swa"), (do_cmp, do_slc, do_swa, *dgates), strict=True))
-        run_all(
-            [
-                Launch(
-                    bsa_norm_bwd_kernel,
-                    -(-_tokens(du) // norm_rows(*u.shape[-2:])),
-                    _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du},
-                )
-            ],
-            du.device,
-        )
+        arguments = _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du}
+        emit(du, Launch(bsa_norm_bwd_kernel, -(-_tokens(du) // norm_rows(*u.shape[-2:])), arguments))
     windows = mean_windows(cu, tokens, block_size)
     parts = configs.query_parts(k_cmp.shape[-3] * k_cmp.shape[-2], tokens // max(1, batch_size(q, cu) if cu is not None else 1))
     indices = block_indices[..., :: 2 if options.interleave else 1, :, :].transpose(-3, -2)
-    dq_cmp, dk_cmp, dv_cmp = silu.backward(_compressed(q, k_cmp, v_cmp, cu, windows, options), do_cmp, parts=parts)
+    dq_cmp, dk_cmp, dv_cmp = silu.plan_backward(_compressed(q, k_cmp, v_cmp, cu, windows, options), do_cmp, parts=parts)
     dq, dk_slc, dv_slc = selected.backward(selected.make_inputs(q, k, v, indices, cu, block_size, options.scale), do_slc, dq_cmp)
     dk_swa = dv_swa = None
     if do_swa is not None:
-        dq_swa, dk_swa, dv_swa = silu.backward(_window(q, k, v, cu, options), do_swa)
-        dq += dq_swa
+        dq_swa, dk_swa, dv_swa = silu.plan_backward(_window(q, k, v, cu, options), do_swa)
+        dq = dq.add_(dq_swa)
     dk = _add_keys(k, dk_slc, dk_cmp, dk_swa, cu, windows, block_size, parts)
     dv = _add_keys(v, dv_slc, dv_cmp, dv_swa, cu, windows, block_size, parts)
     return dq, dk, dv, du, *dgates
 
 
-# For the calls that come again and again.
-replayed_forward, replayed_backward = replayed(forward), replayed(backward)
+forward, backward = Operation(plan_forward), Operation(plan_backward)

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.kernels_choose import bsa_choose_kernel
 from tilewise.ops.bsa.kernels_selected import bsa_selected_bwd_kernel, bsa_selected_fwd_kernel
@@ -15,7 +16,7 @@ from tilewise.ops.nsa import configs as nsa_configs
 from tilewise.ops.nsa import index
 from tilewise.ops.nsa.index import Named
 from tilewise.ops.nsa.kernels_selected_bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
-from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, check_blocks, index_type
+from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, check_blocks, cut_blocks, index_type
 
 
 def choose(
@@ -33,8 +34,8 @@ def choose(
     And the same as users see it, [..., H, T, count].
     """
     tokens, heads = q.shape[-3], q.shape[-2] // shared
-    indices = torch.empty((*q.shape[:-2], heads, count), dtype=torch.int32, device=q.device)
-    public = torch.empty((*q.shape[:-3], q.shape[-2], tokens, count), dtype=torch.int32, device=q.device)
+    indices = q.new_empty((*q.shape[:-2], heads, count), dtype=torch.int32)
+    public = q.new_empty((*q.shape[:-3], q.shape[-2], tokens, count), dtype=torch.int32)
     if indices.numel() == 0:
         return indices, public
     config = configs.choose("choose", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
@@ -67,7 +68,7 @@ def choose(
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
-    run_all([Launch(bsa_choose_kernel, tiles * heads, arguments)], q.device)
+    emit(q, Launch(bsa_choose_kernel, tiles * heads, arguments))
     return indices, public
 
 
@@ -105,8 +106,7 @@ def make_inputs(
         )
     check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts)
     if parts > 1:
-        within = torch.arange(parts, dtype=torch.int32, device=q.device)
-        indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+        indices = cut_blocks(indices, parts)
     named = Named(indices.contiguous(), cu, block_size // parts, 0, once=True)
     return Inputs(q, k, v, named, q.shape[-2] // indices.shape[-2], scale)
 
@@ -174,42 +174,39 @@ def _add_slots(partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: 
 def forward(inputs: Inputs) -> torch.Tensor:
     """Output [..., T, H, Dv] in q's dtype."""
     q, named = inputs.q, inputs.named
-    o = torch.empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+    o = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     if o.numel() == 0:
         return o
     arguments = _arguments(inputs, inputs.config("selected_fwd"))
     by_token = q.shape[-2] * named.slots
     chunks = index.chunks(named, by_token * o.shape[-1] * o.element_size())
     # The first chunk is the longest: all use its memory, one after another.
-    partial = torch.empty(chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1], dtype=o.dtype, device=o.device)
+    partial = o.new_empty((chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1]))
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
         launch = Launch(bsa_selected_fwd_kernel, lists.most_segments * inputs.shared, arguments | _in_lists(lists, chunk, q) | {"partial_o": partial})
-        run_all([launch, _add_slots(partial, o, inputs, lists)], o.device)
+        emit(o, launch, _add_slots(partial, o, inputs, lists))
     return o
 
 
 def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`base` + dq in q's dtype, and fp32 sums dk and dv; all contiguous. Every token must have its own block among those it chose."""
     q, named, shared = inputs.q, inputs.named, inputs.shared
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.
-    dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (inputs.k, inputs.v))
+    dq, k, v = q.new_empty(q.shape), inputs.k, inputs.v
     if do.numel() == 0:
-        return dq, dk, dv
+        return dq, k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
     arguments = _arguments(inputs, inputs.config("selected_bwd")) | {"do": do, "do_strides": row_strides(do.stride())}
-    arguments |= {"dk": dk, "dv": dv, "scale": inputs.scale}
     block_n, by_token = arguments["BLOCK_N"], q.shape[-2] * named.slots
     # What stays by entry: a row of dq, the index, and a share of the sums that further segments leave aside.
-    aside = (dk.shape[-1] + dv.shape[-1]) * 4 * block_n // configs.SEGMENT
+    aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
     chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + aside + 8))
-    if len(chunks) > 1:
-        dk.zero_()
-        dv.zero_()
+    # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.
+    dk, dv = ((x.new_zeros if len(chunks) > 1 else x.new_empty)(x.shape, dtype=torch.float32) for x in (k, v))
+    arguments |= {"dk": dk, "dv": dv, "scale": inputs.scale}
     entries = chunks[0].tiles * named.tile_tokens * by_token
     left_aside = entries // configs.SEGMENT * block_n
-    partial_dk, partial_dv = (torch.empty(left_aside, x.shape[-1], dtype=torch.float32, device=x.device) for x in (dk, dv))
-    partial_dq = torch.empty(entries, dq.shape[-1], dtype=dq.dtype, device=dq.device)
+    partial_dk, partial_dv = (x.new_empty((left_aside, x.shape[-1])) for x in (dk, dv))
+    partial_dq = dq.new_empty((entries, dq.shape[-1]))
     arguments |= {"partial_dk": partial_dk, "partial_dv": partial_dv, "partial_dq": partial_dq}
     names = (
         "partial_dk",
@@ -231,16 +228,11 @@ def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torc
     sums |= {"flag": None, "WANTED": 0, "BLOCK_R": SUMMED_KEYS, "num_warps": 4}
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
-        run_all(
-            [
-                Launch(bsa_selected_bwd_kernel, lists.most_segments * shared, arguments | _in_lists(lists, chunk, q, do)),
-                Launch(
-                    nsa_selected_bwd_keys_kernel,
-                    named.lists * shared * (block_n // SUMMED_KEYS),
-                    sums | {"ends": lists.ends, "extras": lists.extras},
-                ),
-                _add_slots(partial_dq, dq, inputs, lists, base),
-            ],
-            dq.device,
+        kept = {"ends": lists.ends, "extras": lists.extras}
+        emit(
+            dq,
+            Launch(bsa_selected_bwd_kernel, lists.most_segments * shared, arguments | _in_lists(lists, chunk, q, do)),
+            Launch(nsa_selected_bwd_keys_kernel, named.lists * shared * (block_n // SUMMED_KEYS), sums | kept),
+            _add_slots(partial_dq, dq, inputs, lists, base),
         )
     return dq, dk, dv

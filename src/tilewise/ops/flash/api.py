@@ -6,9 +6,12 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import register
-from tilewise.ops.flash import cpu, launch, reference
+from tilewise.ops.flash import cpu, reference
+
+if HAS_TRITON:
+    from tilewise.ops.flash import launch
 
 
 @autocasting
@@ -53,25 +56,64 @@ def flash_attention(
 
     Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
-    backend = _check(q, k, v, window_size, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k
+    options: tuple[Any, ...] = causal, window_size, scale, softcap, max_seqlen_q, max_seqlen_k, deterministic, backend
+    made = flash_forward.call(given, options, _prepare)
+    o, lse = _by_reference(*given, *options) if made is None else made
+    return (o, lse) if return_lse else o
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+    max_q: int | None,
+    max_k: int | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Any, ...] | None:
+    """The arguments of `flash_forward`, checked; None where the reference is to compute."""
+    backend = _check(q, k, v, window_size, softcap, cu_q, cu_k, max_q, max_k, backend)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:
         checks.check_number(scale, "scale")
-    left, right = window_size
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = cu_seqlens_q.contiguous()
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k.contiguous()
     if backend == "reference":
-        _check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        o, lse = reference.flash_attention(
-            q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-        )
-    else:
-        longest = max_seqlen_q, max_seqlen_k
-        options = causal, left, right, float(scale), float(softcap), deterministic, backend
-        o, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, *options)
-    return (o, lse) if return_lse else o
+        return None
+    left, right = window_size
+    if cu_q is not None:
+        cu_q = cu_q.contiguous()
+        cu_k = cu_q if cu_k is None else cu_k.contiguous()
+    return q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, float(scale), float(softcap), deterministic, backend
+
+
+def _by_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+    max_q: int | None,
+    max_k: int | None,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_k = cu_q if cu_k is None else cu_k
+    _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    left, right = window_size
+    return reference.flash_attention(
+        q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
 
 
 def _check(
@@ -141,7 +183,36 @@ def _run_forward(
     _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
     if backend == "cpu":
         return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    return launch.replayed_forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
+    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
+
+
+def _plan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch.plan_forward(launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5]))
+
+
+def _plan_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])
+    return launch.plan_backward(inputs, o, lse, do, dlse, deterministic=options[5])
 
 
 def _run_backward(
@@ -167,7 +238,7 @@ def _run_backward(
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
     inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap)
-    return launch.replayed_backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic)
+    return launch.backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +253,8 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_q, cu_k, _, _, *ctx.options = inputs
+    q, k, v, cu_q, cu_k, _, _ = inputs[:7]
+    ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
 
@@ -191,7 +263,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    return (*flash_backward(do, dlse, q, k, v, o, lse, cu_q, cu_k, *ctx.options), *(None,) * (4 + len(ctx.options)))
+    return (*flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options), *(None,) * (4 + len(ctx.options)))
 
 
 _OPTIONS = "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
@@ -200,6 +272,7 @@ flash_backward = register(
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     _run_backward,
     _fake_backward,
+    plan=_plan_backward,
 )
 flash_forward = register(
     f"flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, {_OPTIONS}) -> (Tensor o, Tensor lse)",
@@ -207,4 +280,5 @@ flash_forward = register(
     _fake_forward,
     _differentiate,
     _save,
+    plan=_plan_forward,
 )

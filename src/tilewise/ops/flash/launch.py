@@ -1,14 +1,14 @@
 """Flash attention launches: choose tiles, allocate, build the grid, launch. Plain tensors in and out; no autograd."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.replay import replayed
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import Operation, emit
 from tilewise.ops.flash import configs, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
@@ -71,48 +71,6 @@ def make_inputs(
     return Inputs(q, k, v, cu_q, cu_k, left if 0 <= left < tokens else None, right if 0 <= right < tokens else None, scale, softcap)
 
 
-@functools.lru_cache(maxsize=4096)
-def _constants(
-    shape_q: torch.Size,
-    shape_k: torch.Size,
-    shape_v: torch.Size,
-    strides: tuple[tuple[int, ...], ...],
-    fp32: bool,
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float,
-    key_stride: int | None,
-    config: Config,
-) -> dict[str, Any]:
-    """The arguments that follow from metadata alone, for every kernel that walks tiles; kept, for building them takes as long as a launch."""
-    block_d, block_dv = tile_widths(shape_q[-1], shape_v[-1], 4 if fp32 else 2)
-    return {
-        # Descriptors hold their own strides.
-        "q_strides": None if config.tma else row_strides(strides[0]),
-        "k_strides": None if config.tma else row_strides(strides[1]),
-        "v_strides": None if config.tma else row_strides(strides[2]),
-        "group": shape_q[-2] // shape_k[-2],
-        "n_queries": shape_q[-3],
-        "n_keys": shape_k[-3],
-        "score_scale": scale / softcap if softcap else None,
-        "left": left,
-        "right": right,
-        "D": shape_q[-1],
-        "DV": shape_v[-1],
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "KEY_STRIDE": key_stride,
-        "TMA": config.tma,
-        "PRECISION": "tf32x3" if fp32 else "ieee",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": True,
-    }
-
-
 def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
     """q, k and v as a kernel reads them: descriptors where the config says so."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -125,11 +83,39 @@ def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
 
 def _arguments(inputs: Inputs, config: Config) -> dict[str, Any]:
     """What every kernel that walks tiles takes: tensors, sizes and constants."""
-    q, k, v, cu_q, cu_k, *options = inputs
-    strides = (q.stride(), k.stride(), v.stride())
-    constants = _constants(q.shape, k.shape, v.shape, strides, q.dtype == torch.float32, *options, config)
-    tensors = dict(zip("qkv", _readable(inputs, config), strict=True))
-    return tensors | constants | {"cu_q": cu_q, "cu_k": cu_k, "n_batch": batch_size(q, cu_q)}
+    q, k, v, cu_q, cu_k, left, right, scale, softcap, key_stride = inputs
+    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
+    read_q, read_k, read_v = _readable(inputs, config)
+    return {
+        "q": read_q,
+        "k": read_k,
+        "v": read_v,
+        # Descriptors hold their own strides.
+        "q_strides": None if config.tma else row_strides(q.stride()),
+        "k_strides": None if config.tma else row_strides(k.stride()),
+        "v_strides": None if config.tma else row_strides(v.stride()),
+        "cu_q": cu_q,
+        "cu_k": cu_k,
+        "n_batch": batch_size(q, cu_q),
+        "group": inputs.group,
+        "n_queries": q.shape[-3],
+        "n_keys": k.shape[-3],
+        "score_scale": scale / softcap if softcap else None,
+        "left": left,
+        "right": right,
+        "D": q.shape[-1],
+        "DV": v.shape[-1],
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "KEY_STRIDE": key_stride,
+        "TMA": config.tma,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> dict[str, Any]:
@@ -158,19 +144,19 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: C
     return Launch(flash_fwd_kernel, n_tiles * inputs.heads, arguments)
 
 
-def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq], with the given tiles or those that configs choose."""
     q, v = inputs.q, inputs.v
     shape = q.shape
-    o = torch.empty((*shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32, device=q.device)
+    o = q.new_empty((*shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
     if config is None and taps is None and launch_hopper.takes("forward", inputs):
         launched = launch_hopper.forward_launch(inputs, o, lse)
     else:
         launched = forward_launch(inputs, o, lse, config or configs.choose("fwd", inputs.problem(), architecture(q.device)), taps)
-    run_all([launched], q.device)
+    emit(q, launched)
     return o, lse
 
 
@@ -220,7 +206,7 @@ def backward_launches(
     """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta, lse_log2 = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     shared = {"lse_log2": lse_log2, "delta": delta, "scale": inputs.scale, "scale_log2": (inputs.softcap or inputs.scale) * LOG2E}
     tiles_k = tile_slots(k.shape[-3], config_dkdv.block_n, inputs.cu_k)
     dkdv = {
@@ -267,16 +253,20 @@ def _runs_on_hopper(inputs: Inputs) -> bool:
 def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's parts side by side in fp32."""
     if parts == 1:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty((*x.shape[:-2], x.shape[-2] * parts, x.shape[-1]), dtype=torch.float32, device=x.device)
+        return x.new_empty(x.shape)
+    return x.new_empty((*x.shape[:-2], x.shape[-2] * parts, x.shape[-1]), dtype=torch.float32)
 
 
-def _add_parts(gradient: torch.Tensor, parts: int, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient that `_empty` made room for, from its parts, added in a fixed order."""
-    return gradient if parts == 1 else gradient.unflatten(-2, (-1, parts)).sum(-2).to(dtype)
+def _sum_of_parts(gradient: torch.Tensor, parts: int, dtype: torch.dtype) -> torch.Tensor:
+    return gradient.unflatten(-2, (-1, parts)).sum(-2).to(dtype)
 
 
-def backward(
+def _add_parts(gradient: torch.Tensor, parts: int, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of x that `_empty` made room for, from its parts, added in a fixed order."""
+    return gradient if parts == 1 else compute(_sum_of_parts, gradient, parts, x.dtype, shape=x.shape, dtype=x.dtype)
+
+
+def plan_backward(
     inputs: Inputs,
     o: torch.Tensor,
     lse: torch.Tensor,
@@ -298,15 +288,14 @@ def backward(
         return _empty(q), _empty(k), _empty(v)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     if not portable and _runs_on_hopper(inputs):
-        return launch_hopper_bwd.backward(inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic))
+        return launch_hopper_bwd.plan_backward(inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic))
     problem = inputs.problem(do)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)
     config_dq = config_dq or configs.choose("dq", problem, architecture(q.device))
     parts = config_dkdv.parts
     gradients = _empty(q), _empty(k, parts), _empty(v, parts)
-    run_all(backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps), q.device)
-    return gradients[0], _add_parts(gradients[1], parts, k.dtype), _add_parts(gradients[2], parts, v.dtype)
+    emit(q, *backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps))
+    return gradients[0], _add_parts(gradients[1], parts, k), _add_parts(gradients[2], parts, v)
 
 
-# For the calls that come again and again.
-replayed_forward, replayed_backward = replayed(forward), replayed(backward)
+forward, backward = Operation(plan_forward), Operation(plan_backward)

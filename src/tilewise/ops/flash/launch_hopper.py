@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.ops._host import backend, launching
+from tilewise.ops._host import backend
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import batch_size, tile_slots
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
     """Whether the Hopper kernels run this call, which also reads `gradients`. Gluon has no interpreter: a CPU's tensors are for the others."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or launching.observed()):
+    if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or backend.observed()):
         return False
     architecture = backend.architecture(q.device)
     if architecture != configs_hopper.ARCHITECTURE:
@@ -41,7 +41,7 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
     tickets = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
     return {
         "together": configs_hopper.heads_together(inputs.heads, inputs.group, bytes_a_key_head, limited),
-        "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if tickets else None,
+        "counter": q.new_zeros((1,), dtype=torch.int32) if tickets else None,
     }
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
-from tilewise.ops._host.launching import Launch, row_strides, run_all
+from tilewise.ops._host.launch import Descriptor
+from tilewise.ops._host.launching import Launch, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import Operation, emit
 from tilewise.ops.flash.configs_hopper import Backward, choose_backward, padded, sweeps_heads
 from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
 from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
@@ -97,9 +99,13 @@ def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
         yield (*lead, slice(None), of_queries), (*lead, slice(None), of_keys), (*lead, of_queries)
 
 
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def readable(gradient: torch.Tensor) -> torch.Tensor:
     """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
-    return gradient if fits_tiles(gradient) else gradient.clone(memory_format=torch.contiguous_format)
+    return gradient if fits_tiles(gradient) else compute(_copy, gradient, shape=gradient.shape, dtype=gradient.dtype)
 
 
 def _window(inputs: Inputs) -> dict[str, Any]:
@@ -112,9 +118,9 @@ def _window(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _statistics(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def _statistics(x: torch.Tensor, rows: int) -> Descriptor:
     """One number a query row, a tile at a time."""
-    return TensorDescriptor(x, [x.shape[0]], [1], [rows], STATISTICS)
+    return Descriptor(x, (x.shape[0],), (1,), (rows,), STATISTICS)
 
 
 def backward_launches(
@@ -137,11 +143,11 @@ def backward_launches(
     # Packed sequences are worked on one after the other: not all of their keys count together.
     together = TOGETHER_LONG if _mean_keys(inputs) >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
-    delta, lse_log2 = (torch.empty(tiles * block_m, dtype=torch.float32, device=q.device) for _ in range(2))
-    sums = torch.empty(tiles * block_m * block_d, dtype=torch.float32, device=q.device)
+    delta, lse_log2 = (q.new_empty((tiles * block_m,), dtype=torch.float32) for _ in range(2))
+    sums = q.new_empty((tiles * block_m * block_d,), dtype=torch.float32)
     # Whose turn it is to add to each tile of sums (in the free order, whether its first block has cleared it), and how many blocks have been taken.
-    turns = torch.empty(tiles, dtype=torch.int32, device=q.device)
-    tickets = torch.empty(1, dtype=torch.int32, device=q.device)
+    turns = q.new_empty((tiles,), dtype=torch.int32)
+    tickets = q.new_empty((1,), dtype=torch.int32)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
     sweeps = sweeps_heads(inputs.group, inputs.left, inputs.right, _mean_keys(inputs))
     of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2], "inside": 1 if sweeps else inputs.group}
@@ -204,7 +210,7 @@ def backward_launches(
     ]
 
 
-def backward(
+def plan_backward(
     inputs: Inputs,
     o: torch.Tensor,
     lse: torch.Tensor,
@@ -218,10 +224,13 @@ def backward(
     With groups or under a left limit the order cannot be `opened`.
     """
     do = readable(do)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
     for queries, keys, rows in _parts(inputs):
         part = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
         given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
-        # Nobody but the call holds a part's sums: the next one's take their place.
-        run_all(backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), order, config), inputs.q.device)
+        # A part's sums are freed after it: the next one's take their place.
+        emit(inputs.q, *backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), order, config))
     return dq, dk, dv
+
+
+backward = Operation(plan_backward)

@@ -6,9 +6,12 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import register
-from tilewise.ops.hstu import cpu, launch, reference
+from tilewise.ops.hstu import cpu, reference
+
+if HAS_TRITON:
+    from tilewise.ops.hstu import launch
 
 
 @autocasting
@@ -49,31 +52,70 @@ def hstu_attention(
 
     Values in seq_offsets and num_targets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
-    backend = _check(q, k, v, seq_offsets, num_targets, max_seq_len, max_attn_len, contextual_seq_len, backend)
-    if alpha is None:
-        alpha = q.shape[-1] ** -0.5
-    else:
-        checks.check_number(alpha, "alpha")
-    seq_offsets = seq_offsets.contiguous()
-    num_targets = None if num_targets is None else num_targets.contiguous()
+    given: tuple[Any, ...] = q, k, v, seq_offsets, num_targets
+    options: tuple[Any, ...] = max_seq_len, alpha, causal, max_attn_len, contextual_seq_len, backend
+    made: torch.Tensor | None = hstu_forward.call(given, options, _prepare)
+    return _by_reference(*given, *options) if made is None else made
+
+
+def _numbers(q: torch.Tensor, max_seq_len: int, alpha: float | None, max_attn_len: int, contextual_seq_len: int) -> tuple[int, float, int, int]:
+    """The longest sequence, alpha and both limits as they are computed with."""
     # Without a token there is nothing to divide. Limits beyond the longest sequence change nothing more: so no position overflows.
-    max_seq_len = max(max_seq_len, 1)
-    max_attn_len, contextual_seq_len = min(max_attn_len, max_seq_len), min(contextual_seq_len, max_seq_len + 1)
+    longest = max(max_seq_len, 1)
+    return longest, q.shape[-1] ** -0.5 if alpha is None else alpha, min(max_attn_len, longest), min(contextual_seq_len, longest + 1)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    max_seq_len: int,
+    alpha: float | None,
+    causal: bool,
+    max_attn_len: int,
+    contextual_seq_len: int,
+    backend: str | None,
+) -> tuple[Any, ...] | None:
+    """The arguments of `hstu_forward`, checked; None where the reference is to compute."""
+    backend = _check(q, k, v, offsets, num_targets, max_seq_len, max_attn_len, contextual_seq_len, backend)
+    if alpha is not None:
+        checks.check_number(alpha, "alpha")
     if backend == "reference":
-        _check_values(q, seq_offsets, num_targets, max_seq_len)
-        return reference.hstu_attention(
-            q,
-            k,
-            v,
-            seq_offsets,
-            max_seq_len=max_seq_len,
-            alpha=alpha,
-            causal=causal,
-            num_targets=num_targets,
-            max_attn_len=max_attn_len,
-            contextual_seq_len=contextual_seq_len,
-        )
-    return hstu_forward(q, k, v, seq_offsets, num_targets, max_seq_len, float(alpha), causal, max_attn_len, contextual_seq_len, backend)
+        return None
+    longest, factor, reach, context = _numbers(q, max_seq_len, alpha, max_attn_len, contextual_seq_len)
+    offsets, num_targets = offsets.contiguous(), None if num_targets is None else num_targets.contiguous()
+    return q, k, v, offsets, num_targets, longest, float(factor), causal, reach, context, backend
+
+
+def _by_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    max_seq_len: int,
+    alpha: float | None,
+    causal: bool,
+    max_attn_len: int,
+    contextual_seq_len: int,
+    _backend: str | None,
+) -> torch.Tensor:
+    longest, factor, reach, context = _numbers(q, max_seq_len, alpha, max_attn_len, contextual_seq_len)
+    _check_values(q, offsets, num_targets, longest)
+    return reference.hstu_attention(
+        q,
+        k,
+        v,
+        offsets,
+        max_seq_len=longest,
+        alpha=factor,
+        causal=causal,
+        num_targets=num_targets,
+        max_attn_len=reach,
+        contextual_seq_len=context,
+    )
 
 
 def _check(
@@ -126,7 +168,7 @@ def _run_forward(
     _check_values(q, offsets, num_targets, max_seq_len)
     if backend == "cpu":
         return cpu.forward(q, k, v, offsets, num_targets, cpu.Options(max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
-    return launch.replayed_forward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
+    return launch.forward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
 
 
 def _run_backward(
@@ -148,9 +190,15 @@ def _run_backward(
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, do, offsets, num_targets, options)
-    return launch.replayed_backward(
-        launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len), do
-    )
+    return launch.backward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len), do)
+
+
+def _plan_forward(*arguments: Any) -> torch.Tensor:
+    return launch.plan_forward(launch.make_inputs(*arguments[:-1]))
+
+
+def _plan_backward(do: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return launch.plan_backward(launch.make_inputs(*arguments[:-1]), do)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> torch.Tensor:
@@ -167,12 +215,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _differentiate(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*hstu_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options)))
+    return (*hstu_backward.call_checked((do, *ctx.saved_tensors), ctx.options), *(None,) * (2 + len(ctx.options)))
 
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? num_targets, SymInt max_seq_len, float alpha, bool causal, SymInt max_attn_len, "
     "SymInt contextual_seq_len, str backend"
 )
-hstu_backward = register(f"hstu_backward(Tensor do, {_INPUTS}) -> (Tensor dq, Tensor dk, Tensor dv)", _run_backward, _fake_backward)
-hstu_forward = register(f"hstu_forward({_INPUTS}) -> Tensor", _run_forward, _fake_forward, _differentiate, _save)
+hstu_backward = register(
+    f"hstu_backward(Tensor do, {_INPUTS}) -> (Tensor dq, Tensor dk, Tensor dv)", _run_backward, _fake_backward, plan=_plan_backward
+)
+hstu_forward = register(f"hstu_forward({_INPUTS}) -> Tensor", _run_forward, _fake_forward, _differentiate, _save, plan=_plan_forward)

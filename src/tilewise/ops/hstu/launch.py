@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.replay import replayed
+from tilewise.ops._host.template import Operation, emit
 from tilewise.ops._tile.varlen import order_tiles_kernel
 from tilewise.ops.flash.launch import LOG2E, Taps
 from tilewise.ops.hstu import configs
@@ -106,12 +106,12 @@ class Tiles(NamedTuple):
     launches: list[Launch]
 
 
-def order_tiles(tokens: int, batch: int, cu: torch.Tensor | None, block: int, last_first: bool, device: torch.device) -> Tiles:
+def order_tiles(tokens: int, batch: int, cu: torch.Tensor | None, block: int, last_first: bool) -> Tiles:
     """The tiles of all sequences, longest sequences first, so that what runs last is short; LAST_FIRST, each from its last tile down."""
     n_tiles = tile_slots(tokens, block, cu)
     if cu is None:
         return Tiles(n_tiles * batch, n_tiles, None, [])
-    order = torch.empty(n_tiles, 4, dtype=torch.int32, device=device)
+    order = cu.new_empty((n_tiles, 4), dtype=torch.int32)
     arguments = {"cu": cu, "tiles": order, "n_batch": batch, "n_tokens": tokens, "n_slots": n_tiles}
     arguments |= {"LAST_FIRST": last_first, "BLOCK": block, "BLOCK_B": ORDERED, "num_warps": 4}
     return Tiles(n_tiles, n_tiles, order, [Launch(order_tiles_kernel, batch, arguments)])
@@ -182,17 +182,17 @@ def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) ->
 def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps | None = None) -> list[Launch]:
     """The forward's launches in order."""
     q = inputs.q
-    tiles = order_tiles(q.shape[-3], batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal, q.device)
+    tiles = order_tiles(q.shape[-3], batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal)
     arguments = _arguments(inputs, config, tiles) | _output("o", o) | {"factor": inputs.factor, "taps": taps}
     return [*tiles.launches, Launch(hstu_fwd_kernel, tiles.slots * q.shape[-2], arguments)]
 
 
-def forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> torch.Tensor:
+def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> torch.Tensor:
     """Output [..., T, H, Dv] in q's dtype, with the given tiles or those that configs choose."""
     q, v = inputs.q, inputs.v
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if o.numel():
-        run_all(forward_launches(inputs, o, config or _choose("fwd", inputs), taps), q.device)
+        emit(q, *forward_launches(inputs, o, config or _choose("fwd", inputs), taps))
     return o
 
 
@@ -210,8 +210,8 @@ def backward_launches(
     dq, dk, dv = gradients
     _, block_dv = widths(q.shape[-1], do.shape[-1], do.element_size())
     batch = batch_size(q, inputs.cu_q)
-    tiles_k = order_tiles(k.shape[-3], batch, inputs.cu_k if inputs.cu_k is not None else inputs.cu_q, config_dkdv.block_n, False, q.device)
-    tiles_q = order_tiles(q.shape[-3], batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal, q.device)
+    tiles_k = order_tiles(k.shape[-3], batch, inputs.cu_k if inputs.cu_k is not None else inputs.cu_q, config_dkdv.block_n, False)
+    tiles_q = order_tiles(q.shape[-3], batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal)
     launches = [*tiles_k.launches, *tiles_q.launches]
     gain = inputs.gain or 1.0
     beside = {"ratio": inputs.alpha / gain, "factor_s": inputs.factor * gain}
@@ -228,7 +228,7 @@ def backward_launches(
     return launches
 
 
-def backward(
+def plan_backward(
     inputs: Inputs,
     do: torch.Tensor,
     config_dkdv: Config | None = None,
@@ -243,16 +243,14 @@ def backward(
     """
     if do.stride(-1) != 1:
         do = do.contiguous()
-    dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=do.device)
+    dq = inputs.q.new_empty(inputs.q.shape)
     dk, dv = (
-        torch.empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
-        for x in (inputs.k, inputs.v)
+        x.new_empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32) for x in (inputs.k, inputs.v)
     )
     if do.numel():
         config_dkdv = config_dkdv or _choose("dkdv", inputs, do)
-        run_all(backward_launches(inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts), do.device)
+        emit(do, *backward_launches(inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts))
     return dq, dk, dv
 
 
-# For the calls that come again and again.
-replayed_forward, replayed_backward = replayed(forward), replayed(backward)
+forward, backward = Operation(plan_forward), Operation(plan_backward)

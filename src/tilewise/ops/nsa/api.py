@@ -7,7 +7,6 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
-from tilewise.ops._host.replay import replayed
 from tilewise.ops.nsa import arguments, branches, reference
 from tilewise.ops.nsa.sizes import Sizes, window_count
 from tilewise.ops.nsa.steps import compressed_attention, contiguous, scale_of, select_blocks, selected_attention
@@ -15,8 +14,6 @@ from tilewise.ops.nsa.steps import compressed_attention, contiguous, scale_of, s
 __all__ = ["compressed_attention", "native_sparse_attention", "select_blocks", "selected_attention"]
 
 GATES = ("g_cmp", "g_slc", "g_swa")
-FORWARD = {"cpu": branches.forward, "triton": replayed(branches.forward)}
-BACKWARD = {"cpu": branches.backward, "triton": replayed(branches.backward)}
 
 
 @autocasting
@@ -74,31 +71,70 @@ def native_sparse_attention(
 
     Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
-    sizes = Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks)
+    given = q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, block_indices, cu_seqlens
+    sizes = compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks
+    options = *sizes, window_size, scale, return_indices, backend
+    made = nsa_forward.call(given, options, _prepare)
+    o, chosen, *_ = _by_reference(*given, *options) if made is None else made
+    if block_indices is not None and return_indices:
+        chosen = block_indices.to(torch.int32)
+    return (o, chosen) if return_indices and chosen is not None else o
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    *options: Any,
+) -> tuple[Any, ...] | None:
+    """The arguments of `nsa_forward`, checked; None where the reference is to compute."""
+    *numbers, window_size, scale, return_indices, backend = options
+    sizes = Sizes(*numbers)
     arguments.check_sizes(sizes)
     checks.check_whole(window_size, "window_size", 1)
     tensors = {"q": q, "k": k, "v": v}
-    backend = arguments.check_tensors(tensors, cu_seqlens, backend, block_size)
+    backend = arguments.check_tensors(tensors, cu, backend, sizes.block_size)
     arguments.check_lengths(tensors)
-    _check_gates(q, g_cmp, g_slc, g_swa, cu_seqlens is not None)
+    _check_gates(q, g_cmp, g_slc, g_swa, cu is not None)
     if return_indices and g_slc is None:
         raise ValueError("return_indices is True and g_slc is None: no blocks are selected; give g_slc, or leave return_indices out")
-    _check_learned(q, k, v, k_cmp, v_cmp, cu_seqlens, sizes)
+    _check_learned(q, k, v, k_cmp, v_cmp, cu, sizes)
     if block_indices is not None:
-        axes = "[B, T, Hk, block_count]" if cu_seqlens is None else "[N, Hk, block_count]"
-        checks.check_indices_tensor(block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], block_count), axes)
+        axes = "[B, T, Hk, block_count]" if cu is None else "[N, Hk, block_count]"
+        checks.check_indices_tensor(block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], sizes.block_count), axes)
     scale = scale_of(q, scale)
-    cu_seqlens, block_indices = contiguous(cu_seqlens), contiguous(block_indices)
     if backend == "reference":
-        _check_values(q, k_cmp, block_indices, cu_seqlens, sizes)
-        given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "window_size": window_size, "cu_seqlens": cu_seqlens, "block_indices": block_indices}
-        named: dict[str, Any] = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa, **sizes._asdict(), **given}
-        o, chosen = reference.native_sparse_attention(q, k, v, scale=scale, **named)
-    else:
-        o, chosen, *_ = nsa_forward(q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, block_indices, cu_seqlens, *sizes, window_size, scale, backend)
-    if block_indices is not None:
-        chosen = block_indices.to(torch.int32)
-    return (o, chosen) if return_indices and chosen is not None else o
+        return None
+    indices, cu = contiguous(block_indices), contiguous(cu)
+    return q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, indices, cu, *sizes, window_size, scale, backend
+
+
+def _by_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    *numbers, window_size, scale, _, _ = options
+    sizes = Sizes(*numbers)
+    _check_values(q, k_cmp, block_indices, cu, sizes)
+    given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "window_size": window_size, "cu_seqlens": cu, "block_indices": block_indices}
+    named: dict[str, Any] = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa, **sizes._asdict(), **given}
+    return reference.native_sparse_attention(q, k, v, scale=scale_of(q, scale), **named)
 
 
 def _check_gates(q: torch.Tensor, g_cmp: torch.Tensor | None, g_slc: torch.Tensor | None, g_swa: torch.Tensor | None, packed: bool) -> None:
@@ -164,9 +200,24 @@ def _run_forward(
     cu: torch.Tensor | None,
     *numbers: Any,
 ) -> tuple[torch.Tensor, ...]:
-    options = _options(numbers)
-    _check_values(q, k_cmp, indices, cu, options.sizes)
-    return tuple(FORWARD[options.backend](q, k, v, (g_cmp, g_slc, g_swa), k_cmp, v_cmp, indices, cu, options))
+    _check_values(q, k_cmp, indices, cu, _options(numbers).sizes)
+    return _plan_forward(q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, indices, cu, *numbers)
+
+
+def _plan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    *numbers: Any,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(branches.forward(q, k, v, (g_cmp, g_slc, g_swa), k_cmp, v_cmp, indices, cu, _options(numbers)))
 
 
 def _run_backward(
@@ -179,9 +230,21 @@ def _run_backward(
     g_swa: torch.Tensor | None,
     *saved: Any,
 ) -> tuple[torch.Tensor, ...]:
-    options = _options(saved[11:])
-    with branches.without_autocast(options.backend):
-        return BACKWARD[options.backend](do, branches.Saved(q, k, v, (g_cmp, g_slc, g_swa), *saved[:11]), options)
+    with branches.without_autocast(saved[-1]):
+        return _plan_backward(do, q, k, v, g_cmp, g_slc, g_swa, *saved)
+
+
+def _plan_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cmp: torch.Tensor | None,
+    g_slc: torch.Tensor | None,
+    g_swa: torch.Tensor | None,
+    *saved: Any,
+) -> tuple[torch.Tensor, ...]:
+    return branches.backward(do, branches.Saved(q, k, v, (g_cmp, g_slc, g_swa), *saved[:11]), _options(saved[11:]))
 
 
 def _fake_forward(
@@ -248,7 +311,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, *_others: Any) -> tuple[to
     q, _, v, g_cmp, g_slc, g_swa, *_ = ctx.saved_tensors
     if do is None:
         do = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    dq, dk, dv, *gates, dk_cmp, dv_cmp = nsa_backward(do, *ctx.saved_tensors, ctx.learned, *ctx.numbers)
+    dq, dk, dv, *gates, dk_cmp, dv_cmp = nsa_backward.call_checked((do, *ctx.saved_tensors), (ctx.learned, *ctx.numbers))
     dgates = (None if gate is None else gradient for gate, gradient in zip((g_cmp, g_slc, g_swa), gates, strict=True))
     compressed = (dk_cmp, dv_cmp) if ctx.learned and g_cmp is not None else (None, None)
     return dq, dk, dv, *dgates, *compressed, *(None,) * (2 + len(ctx.numbers))
@@ -265,6 +328,7 @@ nsa_backward = register(
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg_cmp, Tensor dg_slc, Tensor dg_swa, Tensor dk_cmp, Tensor dv_cmp)",
     _run_backward,
     _fake_backward,
+    plan=_plan_backward,
 )
 nsa_forward = register(
     f"nsa_forward({_QKV}, Tensor? k_cmp, Tensor? v_cmp, Tensor? indices, Tensor? cu, {_NUMBERS})"
@@ -273,4 +337,5 @@ nsa_forward = register(
     _fake_forward,
     _differentiate,
     _save,
+    plan=_plan_forward,
 )

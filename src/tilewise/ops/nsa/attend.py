@@ -7,17 +7,15 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
-from tilewise.ops._host.replay import replayed
+from tilewise.ops._host.slot import compute
 from tilewise.ops.flash.api import flash_forward
-from tilewise.ops.nsa import arguments, cpu, launch, reference
-from tilewise.ops.nsa.branches import without_autocast
+from tilewise.ops.nsa import arguments, reference
+from tilewise.ops.nsa.branches import KERNELS, nothing, without_autocast
 from tilewise.ops.nsa.steps import fake_outputs
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 LAYOUT = "[B, H, T, D]"
-FORWARD: dict[str, Any] = {"cpu": cpu.attend_forward, "triton": replayed(launch.attend_forward)}
-BACKWARD: dict[str, Any] = {"cpu": cpu.attend_backward, "triton": replayed(launch.attend_backward)}
 
 
 @autocasting
@@ -71,10 +69,11 @@ def native_sparse_attend(
         q, k, v, indices, mask = (x.transpose(1, 2) for x in (fq, fk, fv, selected_block_indices, fmask))
         factor = None if sel_scale is None else sel_scale.transpose(1, 2)
         scale = fq.shape[-1] ** -0.5
-        o, lse, _ = attend_forward(q, k, v, indices, mask, factor, include_block_causal, block_size, scale, backend)
+        o, lse, _ = attend_forward.call_checked((q, k, v, indices, mask, factor), (include_block_causal, block_size, scale, backend))
         o = o.transpose(1, 2)
         if return_sliding_window_out:
-            o_win, lse_win = flash_forward(q, k, v, None, None, None, None, True, block_size, 0, scale, 0.0, True, backend)
+            numbers = None, None, True, block_size, 0, scale, 0.0, True, backend
+            o_win, lse_win = flash_forward.call_checked((q, k, v, None, None), numbers)
             near = o_win.transpose(1, 2), lse_win
     if near is None:
         return (o, lse) if return_lse else o
@@ -148,10 +147,29 @@ def _run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, LSE, and the indices as kernels read them: -1 where nothing is named."""
     _check_values(indices.transpose(1, 2), mask.transpose(1, 2), block_size, tokens_axis=2)
-    # An index that nobody checked may be no block, and be one once it is cut to 32 bits.
-    named = mask & (indices >= 0) & (indices < -(-q.shape[1] // block_size))
-    read = indices.where(named, -1).to(torch.int32).contiguous()
-    return *FORWARD[backend](q, k, v, read, sel_scale, own, block_size, scale), read
+    return _plan_forward(q, k, v, indices, mask, sel_scale, own, block_size, scale, backend)
+
+
+def _plan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    mask: torch.Tensor,
+    sel_scale: torch.Tensor | None,
+    own: bool,
+    block_size: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    read = compute(_as_read, indices, mask, -(-q.shape[1] // block_size), shape=indices.shape, dtype=torch.int32)
+    return *KERNELS[backend].attend_forward(q, k, v, read, sel_scale, own, block_size, scale), read
+
+
+def _as_read(indices: torch.Tensor, mask: torch.Tensor, blocks: int) -> torch.Tensor:
+    # An index that was not checked may be no block, and be one once it is cut to 32 bits.
+    named = mask & (indices >= 0) & (indices < blocks)
+    return indices.where(named, -1).to(torch.int32).contiguous()
 
 
 def _run_backward(
@@ -170,8 +188,27 @@ def _run_backward(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     with without_autocast(backend):
-        dq, dk, dv, dsel = BACKWARD[backend](q, k, v, indices, sel_scale, o, lse, do, dlse, own, block_size, scale)
-    return dq, dk, dv, torch.empty(0, dtype=q.dtype, device=q.device) if dsel is None else dsel
+        return _plan_backward(do, dlse, q, k, v, indices, sel_scale, o, lse, own, block_size, scale, backend)
+
+
+def _plan_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    sel_scale: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    own: bool,
+    block_size: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    gradients = KERNELS[backend].attend_backward(q, k, v, indices, sel_scale, o, lse, do, dlse, own, block_size, scale)
+    dq, dk, dv, dsel = gradients
+    return dq, dk, dv, nothing(q) if dsel is None else dsel
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -194,7 +231,8 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, _, _, sel_scale, *ctx.options = inputs
+    q, k, v, _, _, sel_scale = inputs[:6]
+    ctx.options = inputs[6:]
     o, lse, read = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, read, sel_scale, o, lse)
@@ -203,7 +241,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     q, k, v, read, sel_scale, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    dq, dk, dv, dsel = attend_backward(do, dlse, q, k, v, read, sel_scale, o, lse, *ctx.options)
+    dq, dk, dv, dsel = attend_backward.call_checked((do, dlse, q, k, v, read, sel_scale, o, lse), ctx.options)
     return dq, dk, dv, None, None, None if sel_scale is None else dsel, *(None,) * len(ctx.options)
 
 
@@ -213,6 +251,7 @@ attend_backward = register(
     f" {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsel_scale)",
     _run_backward,
     _fake_backward,
+    plan=_plan_backward,
 )
 attend_forward = register(
     f"nsa_attend_forward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor mask, Tensor? sel_scale, {_OPTIONS})"
@@ -221,4 +260,5 @@ attend_forward = register(
     _fake_forward,
     _differentiate,
     _save,
+    plan=_plan_forward,
 )

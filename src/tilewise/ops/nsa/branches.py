@@ -8,15 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._host.backend import HAS_TRITON
 from tilewise.ops.flash import cpu as flash_cpu
-from tilewise.ops.flash import launch as flash_launch
-from tilewise.ops.nsa import cpu, launch
+from tilewise.ops.nsa import cpu
 from tilewise.ops.nsa.sizes import Sizes, given_windows, mean_windows
+
+if HAS_TRITON:
+    from tilewise.ops.flash import launch as flash_launch
+    from tilewise.ops.nsa import launch
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Two modules with the same functions.
-KERNELS: dict[str, Any] = {"cpu": cpu, "triton": launch}
+KERNELS: dict[str, Any] = {"cpu": cpu} | ({"triton": launch} if HAS_TRITON else {})
 
 
 class Options(NamedTuple):
@@ -50,7 +54,7 @@ class Results(NamedTuple):
 
 def nothing(q: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What stands for a tensor that is not there; a new one each time, for an operator's outputs must not be one another."""
-    return torch.empty(0, dtype=dtype or q.dtype, device=q.device)
+    return q.new_empty((0,), dtype=dtype or q.dtype)
 
 
 def without_autocast(backend: str) -> contextlib.AbstractContextManager[Any]:
@@ -64,7 +68,7 @@ def window_forward(
     """Causal attention over the last window_size keys, the query's own included."""
     if backend == "cpu":
         return flash_cpu.forward(q, k, v, cu, cu, flash_cpu.Options(True, (window_size - 1, 0), scale, 0.0))
-    return flash_launch.forward(flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0))
+    return flash_launch.plan_forward(flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0))
 
 
 def window_backward(
@@ -82,7 +86,7 @@ def window_backward(
     """dq, dk and dv of `window_forward`."""
     if backend == "cpu":
         return flash_cpu.backward(q, k, v, o, lse, do, None, cu, cu, flash_cpu.Options(True, (window_size - 1, 0), scale, 0.0))
-    return flash_launch.backward(flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0), o, lse, do, None)
+    return flash_launch.plan_backward(flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0), o, lse, do, None)
 
 
 def forward(
@@ -130,10 +134,7 @@ def _add(total: list[torch.Tensor | None], more: tuple[torch.Tensor, ...]) -> No
     """Add gradients to those there are, in place, or begin with them."""
     for i, gradient in enumerate(more):
         so_far = total[i]
-        if so_far is None:
-            total[i] = gradient
-        else:
-            so_far += gradient
+        total[i] = gradient if so_far is None else so_far.add_(gradient)
 
 
 class Saved(NamedTuple):
@@ -202,7 +203,5 @@ def backward(do: torch.Tensor, saved: Saved, options: Options) -> tuple[torch.Te
             _, dk_cmp, dv_cmp = part
         _add(total, part[:1] if saved.learned else part)
     qkv = (saved.q, saved.k, saved.v)
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if gradient is None else gradient for x, gradient in zip(qkv, total, strict=True)
-    )
+    dq, dk, dv = (x.new_zeros(x.shape) if gradient is None else gradient for x, gradient in zip(qkv, total, strict=True))
     return dq, dk, dv, dg_cmp, dg_slc, dg_swa, dk_cmp, dv_cmp

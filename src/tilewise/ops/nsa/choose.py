@@ -3,8 +3,9 @@
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides, run_all
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.template import emit
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
@@ -21,7 +22,7 @@ def choose(
 ) -> torch.Tensor:
     """The blocks of every token and key head, int32 [..., T, Hk, block_count], from the queries, the windows and the LSE over them."""
     tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
-    indices = torch.empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32, device=q.device)
+    indices = q.new_empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32)
     if indices.numel() == 0:
         return indices
     config = configs.choose("scores", padded_channels(q.shape[-1]), q.element_size(), architecture(q.device))
@@ -40,7 +41,7 @@ def choose(
     block = min(max(width, 16), MOST_BLOCKS)
     tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
-    buffer = torch.empty(most * config.block_m * heads_k * planes * n_blocks, dtype=torch.float32, device=q.device)
+    buffer = q.new_empty((most * config.block_m * heads_k * planes * n_blocks,), dtype=torch.float32)
     tma = config.tma and fits_descriptor(q)
     shared = {
         "planes": buffer,
@@ -91,11 +92,9 @@ def choose(
     for first in range(0, tiles, most):
         count = min(most, tiles - first)
         chunk = shared | {"first_tile": first}
-        run_all(
-            [
-                Launch(nsa_choose_scores_kernel, count * heads_k, chunk | scores | {"n_tiles": count}),
-                Launch(nsa_choose_best_kernel, count * config.block_m // rows * heads_k, chunk | best | {"n_rows": count * config.block_m}),
-            ],
-            q.device,
+        emit(
+            q,
+            Launch(nsa_choose_scores_kernel, count * heads_k, chunk | scores | {"n_tiles": count}),
+            Launch(nsa_choose_best_kernel, count * config.block_m // rows * heads_k, chunk | best | {"n_rows": count * config.block_m}),
         )
     return indices

@@ -36,7 +36,7 @@ def compressed_forward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., T, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, T]; 0 and -inf for a query that sees no window."""
-    return flash.forward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale))
+    return flash.plan_forward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale))
 
 
 def compressed_backward(
@@ -54,4 +54,4 @@ def compressed_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
-    return flash.backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale), o, lse, do, dlse)
+    return flash.plan_backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale), o, lse, do, dlse)

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.ops._host.launching import Launch, power_of_2, run_all
+from tilewise.ops._host.launching import Launch, power_of_2
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.template import emit
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.kernels_index import (
     nsa_index_count_kernel,
@@ -101,16 +102,17 @@ class Lists(NamedTuple):
 
 def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | None, wanted: int) -> Lists:
     """The lists of one chunk. Where `flag` is not `wanted` the kernels return at once and what is returned holds nothing."""
-    device, geometry = named.indices.device, named.geometry()
+    indices, geometry = named.indices, named.geometry()
     entries = chunk.tiles * named.tile_tokens * named.heads * named.slots
     slots = named.tile_slots(named.block_size)
 
     def whole(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return indices.new_empty(shape, dtype=torch.int32)
 
     most_segments = min(named.lists, entries) + entries // segment
-    counts = torch.zeros(named.lists, chunk.tiles, dtype=torch.int32, device=device)
-    totals, firsts, ends, extras = whole(4, named.lists)
+    counts = indices.new_zeros((named.lists, chunk.tiles), dtype=torch.int32)
+    # Not rows of one tensor: each begins at a multiple of 16 bytes then, whatever the number of lists, and a kernel is compiled for that.
+    totals, firsts, ends, extras = (whole(named.lists) for _ in range(4))
     ranks, perm, segments = whole(entries), whole(entries), whole(most_segments, 4)
     tokens = whole(chunk.tiles * named.tile_tokens)
     common = {"flag": flag, "WANTED": wanted}
@@ -120,14 +122,12 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
     counting = {"ranks": ranks, "counts": counts, "tokens": tokens, "ONCE": named.once, "num_warps": 4}
     placing = {"ranks": ranks, "counts": counts, "perm": perm, "segments": segments, "SEGMENT": segment, "num_warps": 4}
     adding = {"counts": counts, "totals": totals, "n_tiles": chunk.tiles, "BLOCK": 1024}
-    run_all(
-        [
-            Launch(nsa_index_count_kernel, programs, geometry | common | where | counting),
-            Launch(nsa_index_tiles_kernel, named.lists, common | adding),
-            Launch(nsa_index_lists_kernel, 1, common | kept | {"SEGMENT": segment, "BLOCK": 1024}),
-            Launch(nsa_index_place_kernel, max(programs, named.lists), geometry | common | where | kept | placing),
-        ],
-        device,
+    emit(
+        indices,
+        Launch(nsa_index_count_kernel, programs, geometry | common | where | counting),
+        Launch(nsa_index_tiles_kernel, named.lists, common | adding),
+        Launch(nsa_index_lists_kernel, 1, common | kept | {"SEGMENT": segment, "BLOCK": 1024}),
+        Launch(nsa_index_place_kernel, max(programs, named.lists), geometry | common | where | kept | placing),
     )
     return Lists(perm, segments, ends, extras, ranks, tokens, most_segments)
 
@@ -145,8 +145,8 @@ def make_unions(named: Named, tokens: int) -> Unions:
     """The unions of tiles of `tokens` tokens."""
     tiles = named.tile_slots(tokens)
     programs, entries = tiles * named.heads, tokens * named.slots_p
-    blocks, bits = torch.empty(2, programs, entries, dtype=torch.int32, device=named.indices.device)
-    sizes = torch.empty(programs, 2, dtype=torch.int32, device=named.indices.device)
+    blocks, bits = named.indices.new_empty((2, programs, entries), dtype=torch.int32)
+    sizes = named.indices.new_empty((programs, 2), dtype=torch.int32)
     arguments = {"blocks": blocks, "bits": bits, "sizes": sizes, "n_tiles": tiles, "TOKENS": tokens, "num_warps": 1 if entries <= 128 else 4}
-    run_all([Launch(nsa_index_union_kernel, programs, named.geometry() | arguments)], named.indices.device)
+    emit(named.indices, Launch(nsa_index_union_kernel, programs, named.geometry() | arguments))
     return Unions(blocks, bits, sizes, tokens)

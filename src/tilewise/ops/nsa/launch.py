@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import Launch, padded_channels, row_strides, run_all
+from tilewise.ops._host.launching import Launch, padded_channels, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import emit
 from tilewise.ops.nsa import selected
 from tilewise.ops.nsa.choose import choose
 from tilewise.ops.nsa.compressed import compressed_backward, compressed_forward
@@ -56,27 +58,27 @@ def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | N
     """Means of windows: dense [B, C, H, D]; packed [N // stride, H, D], sequence b's from `windows[b]` on and zeros behind them."""
     tokens = x.shape[-3]
     rows = window_count(tokens, size, stride) if cu is None else tokens // stride
-    y = torch.empty((*x.shape[:-3], rows, *x.shape[-2:]), dtype=x.dtype, device=x.device)
+    y = x.new_empty((*x.shape[:-3], rows, *x.shape[-2:]))
     if y.numel():
         n_tiles = tile_slots(rows, MEANS, windows)
         arguments = _compress_arguments(x, tokens, rows, cu, windows, size, stride)
         arguments |= {"x": x, "y": y, "x_strides": row_strides(x.stride()), "y_strides": row_strides(y.stride())}
         arguments |= {"n_tiles": n_tiles, "BLOCK_N": MEANS}
         grid = n_tiles * x.shape[-2] * (x.shape[0] if cu is None else 1)
-        run_all([Launch(nsa_compress_fwd_kernel, grid, arguments)], x.device)
+        emit(x, Launch(nsa_compress_fwd_kernel, grid, arguments))
     return y
 
 
 def compress_backward(dy: torch.Tensor, tokens: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
     """The gradient of `compress`, [B, tokens, H, D] or [tokens, H, D]."""
-    dx = torch.empty((*dy.shape[:-3], tokens, *dy.shape[-2:]), dtype=dy.dtype, device=dy.device)
+    dx = dy.new_empty((*dy.shape[:-3], tokens, *dy.shape[-2:]))
     if dx.numel():
         n_tiles = tile_slots(tokens, COMPRESSED_ROWS, cu)
         arguments = _compress_arguments(dy, tokens, dy.shape[-3], cu, windows, size, stride)
         arguments |= {"dy": dy, "dx": dx, "dy_strides": row_strides(dy.stride()), "dx_strides": row_strides(dx.stride())}
         arguments |= {"n_tiles": n_tiles, "BLOCK_M": COMPRESSED_ROWS}
         grid = n_tiles * dy.shape[-2] * (dy.shape[0] if cu is None else 1)
-        run_all([Launch(nsa_compress_bwd_kernel, grid, arguments)], dy.device)
+        emit(dy, Launch(nsa_compress_bwd_kernel, grid, arguments))
     return dx
 
 
@@ -139,10 +141,14 @@ def attend_backward(
     if sel_scale is None or dsel is None:
         return dq, dk, dv, None
     if sel_scale.numel() == 0:
-        return dq, dk, dv, torch.zeros_like(sel_scale)
-    # A block that was cut into parts, and a group that was cut into heads of its own, share one scale.
-    dsel = dsel.unflatten(-1, (sel_scale.shape[-1], -1)).sum(-1).unflatten(-2, (sel_scale.shape[-2], -1)).sum(-2)
-    return dq, dk, dv, dsel.to(sel_scale.dtype)
+        return dq, dk, dv, sel_scale.new_zeros(sel_scale.shape)
+    *_, heads, slots = sel_scale.shape
+    return dq, dk, dv, compute(_add_shared, dsel, heads, slots, sel_scale.dtype, shape=sel_scale.shape, dtype=sel_scale.dtype)
+
+
+def _add_shared(dsel: torch.Tensor, heads: int, slots: int, dtype: torch.dtype) -> torch.Tensor:
+    """A block that was cut into parts, and a group that was cut into heads of its own, share one scale."""
+    return dsel.unflatten(-1, (slots, -1)).sum(-1).unflatten(-2, (heads, -1)).sum(-2).to(dtype)
 
 
 def _rows(x: torch.Tensor) -> dict[str, Any]:
@@ -153,21 +159,21 @@ def _rows(x: torch.Tensor) -> dict[str, Any]:
 
 def combine(outputs: list[torch.Tensor], gates: list[torch.Tensor]) -> torch.Tensor:
     """The sum of up to three outputs, each times its gate."""
-    o = torch.empty_like(outputs[0])
+    o = outputs[0].new_empty(outputs[0].shape)
     if o.numel():
         sizes = _rows(o)
         arguments: dict[str, Any] = {"y": o, "x1": None, "x2": None, "gate1": None, "gate2": None}
         for i, (output, gate) in enumerate(zip(outputs, gates, strict=True)):
             arguments |= {f"x{i}": output, f"gate{i}": gate.contiguous()}
-        run_all([Launch(nsa_combine_fwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes)], o.device)
+        emit(o, Launch(nsa_combine_fwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes))
     return o
 
 
 def combine_backward(do: torch.Tensor, output: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of one output and its gate, from that of the sum."""
-    dx, dgate = torch.empty_like(output), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dx, dgate = output.new_empty(output.shape), gate.new_empty(gate.shape)
     if dx.numel():
         sizes = _rows(output)
         arguments = {"dy": do.contiguous(), "x": output, "gate": gate.contiguous(), "dx": dx, "dgate": dgate}
-        run_all([Launch(nsa_combine_bwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes)], do.device)
+        emit(do, Launch(nsa_combine_bwd_kernel, -(-sizes["n_rows"] // sizes["BLOCK_R"]), arguments | sizes))
     return dx, dgate

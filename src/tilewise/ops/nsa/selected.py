@@ -6,8 +6,10 @@ import torch
 import triton.language as tl
 
 from tilewise.ops._host.backend import architecture, interpreting
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, run_all, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, tile_widths
 from tilewise.ops._host.packing import batch_size
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import emit
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs, index
 from tilewise.ops.nsa.index import Named, Unions
@@ -67,6 +69,28 @@ def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
     return blocks
 
 
+def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
+    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
+
+
+def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    within = torch.arange(parts, dtype=torch.int32, device=indices.device)
+    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+
+
+def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    """Each block's parts in place of it, one after another."""
+    return compute(_cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32)
+
+
+def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
+    """Each along an axis so often, one after another."""
+    shape = list(x.shape)
+    shape[axis] *= times
+    return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)
+
+
 def make_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -89,17 +113,15 @@ def make_inputs(
         )
     blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
     if indices.dtype != torch.int32 or parts > 1:
-        # A number that is no block must not become one when it is cut to 32 bits, or multiplied.
-        indices = torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
+        indices = compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
     if parts > 1:
-        within = torch.arange(parts, dtype=torch.int32, device=q.device)
-        indices = torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
-        sel_scale = None if sel_scale is None else sel_scale.repeat_interleave(parts, dim=-1)
+        indices = cut_blocks(indices, parts)
+        sel_scale = None if sel_scale is None else repeat(sel_scale, parts, -1)
     group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size, architecture(q.device))
     if group > most:
         heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
-        indices = indices.repeat_interleave(heads, dim=-2)
-        sel_scale = None if sel_scale is None else sel_scale.repeat_interleave(heads, dim=-2)
+        indices = repeat(indices, heads, -2)
+        sel_scale = None if sel_scale is None else repeat(sel_scale, heads, -2)
     named = Named(indices.contiguous(), cu, block_size // parts, parts if own else 0, once=causal)
     return Inputs(q, k, v, named, None if sel_scale is None else sel_scale.contiguous(), causal, scale)
 
@@ -189,7 +211,11 @@ def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config
 
 def _flag(inputs: Inputs, unions: Unions, direction: Literal["fwd", "dq"]) -> torch.Tensor:
     """UNION or LISTS, int32 on the device: no one waits for it."""
-    chosen = configs.in_query_order(direction, unions.sizes[:, 0].sum(), unions.sizes.shape[0], inputs.named.slots, inputs.group)
+    return compute(_choose_order, unions.sizes, direction, inputs.named.slots, inputs.group, shape=(), dtype=torch.int32)
+
+
+def _choose_order(sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
+    chosen: torch.Tensor = configs.in_query_order(direction, sizes[:, 0].sum(), sizes.shape[0], slots, group)
     return chosen.to(torch.int32)
 
 
@@ -201,8 +227,8 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
     chunks = index.chunks(named, bytes_a_token)
     # The first chunk is the longest: all use its memory, one after another.
     results = chunks[0].tiles * named.tile_tokens * rows_a_token * named.slots
-    partial_o = torch.empty(results, o.shape[-1], dtype=o.dtype, device=o.device)
-    partial = {"partial_o": partial_o, "partial_lse": torch.empty(results, dtype=torch.float32, device=o.device)}
+    partial_o = o.new_empty((results, o.shape[-1]))
+    partial = {"partial_o": partial_o, "partial_lse": o.new_empty((results,), dtype=torch.float32)}
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.segment_entries("forward", inputs.group), flag, LISTS)
         rows = chunk.tiles * named.tile_tokens * rows_a_token
@@ -220,14 +246,10 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
             "num_stages": 2,
         }
         shared = {name: arguments[name] for name in ("flag", "WANTED", "n_heads", "n_tokens", "GROUP", "DV", "BLOCK_DV", "enable_fp_fusion")}
-        run_all(
-            [
-                Launch(
-                    nsa_selected_fwd_lists_kernel, lists.most_segments, arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q)
-                ),
-                Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), shared | partial | merge),
-            ],
-            o.device,
+        emit(
+            o,
+            Launch(nsa_selected_fwd_lists_kernel, lists.most_segments, arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q)),
+            Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), shared | partial | merge),
         )
 
 
@@ -242,14 +264,14 @@ def _forward_union(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, unions: U
     config = inputs.config("union_fwd")
     arguments = _arguments(inputs, config)
     arguments |= _in_unions(inputs, unions, arguments, config) | _positive(inputs.scale) | {"o": o, "lse": lse, "flag": flag}
-    run_all([Launch(nsa_selected_fwd_union_kernel, unions.sizes.shape[0], arguments)], o.device)
+    emit(o, Launch(nsa_selected_fwd_union_kernel, unions.sizes.shape[0], arguments))
 
 
 def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., T, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, T]."""
     q, v = inputs.q, inputs.v
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
     tokens = 0 if order == "lists" else inputs.union_tokens("union_fwd")
@@ -278,9 +300,9 @@ class Rows(NamedTuple):
 def _prepare(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Rows:
     if do.stride(-1) != 1:
         do = do.contiguous()
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    lse_log2, delta = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     dense = flash.make_inputs(inputs.q, inputs.k, inputs.v, inputs.named.cu, inputs.named.cu, True, -1, -1, inputs.scale, 0.0)
-    run_all([flash.prepare_launch(dense, o, do, lse, dlse, delta, lse_log2)], o.device)
+    emit(o, flash.prepare_launch(dense, o, do, lse, dlse, delta, lse_log2))
     return Rows(do, lse_log2, delta)
 
 
@@ -310,9 +332,9 @@ def _backward_lists(
     entries, block_n = chunks[0].tiles * named.tile_tokens * named.heads * named.slots, arguments["BLOCK_N"]
     left_aside = entries // segment * block_n
     partial: dict[str, torch.Tensor | None] = {
-        "partial_dk": torch.empty(left_aside, dk.shape[-1], dtype=torch.float32, device=dk.device),
-        "partial_dv": torch.empty(left_aside, dv.shape[-1], dtype=torch.float32, device=dv.device),
-        "partial_dq": None if dq is None else torch.empty(entries * inputs.group, dq.shape[-1], dtype=dq.dtype, device=dq.device),
+        "partial_dk": dk.new_empty((left_aside, dk.shape[-1]), dtype=torch.float32),
+        "partial_dv": dv.new_empty((left_aside, dv.shape[-1]), dtype=torch.float32),
+        "partial_dq": None if dq is None else dq.new_empty((entries * inputs.group, dq.shape[-1])),
     }
     for chunk in chunks:
         lists = index.make_lists(named, chunk, segment, flag, wanted)
@@ -338,14 +360,14 @@ def _backward_lists(
             }
             queries |= {"SLOTS": named.slots, "BLOCK_R": SUMMED_ROWS, "num_warps": 4}
             launches.append(Launch(nsa_selected_bwd_queries_kernel, -(-tokens * rows_a_token // SUMMED_ROWS), queries))
-        run_all(launches, dk.device)
+        emit(dk, *launches)
 
 
 def _backward_union(inputs: Inputs, rows: Rows, dq: torch.Tensor, unions: Unions, flag: torch.Tensor | None) -> None:
     config = inputs.config("union_dq")
     arguments = _arguments(inputs, config) | rows.arguments()
     arguments |= _in_unions(inputs, unions, arguments, config) | {"dq": dq, "flag": flag, "scale": inputs.scale}
-    run_all([Launch(nsa_selected_bwd_union_kernel, unions.sizes.shape[0], arguments)], dq.device)
+    emit(dq, Launch(nsa_selected_bwd_union_kernel, unions.sizes.shape[0], arguments))
 
 
 def backward(
@@ -353,10 +375,10 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dq, dk, dv in the inputs' dtype and contiguous; and sel_scale's gradient, fp32 by index head and slot, where there is one."""
     q, k, v, named = inputs.q, inputs.k, inputs.v, inputs.named
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    acc_dk, acc_dv = (torch.zeros(*x.shape[:-2], named.heads, x.shape[-1], dtype=torch.float32, device=x.device) for x in (k, v))
+    dq = q.new_empty(q.shape)
+    acc_dk, acc_dv = (x.new_zeros((*x.shape[:-2], named.heads, x.shape[-1]), dtype=torch.float32) for x in (k, v))
     sums = acc_dk, acc_dv
-    dsel = None if inputs.sel_scale is None else torch.zeros(named.indices.shape, dtype=torch.float32, device=q.device)
+    dsel = None if inputs.sel_scale is None else q.new_zeros(named.indices.shape, dtype=torch.float32)
     if q.numel():
         rows = _prepare(inputs, o, lse, do, dlse)
         tokens = 0 if order == "lists" else inputs.union_tokens("union_dq")
@@ -368,6 +390,15 @@ def backward(
             _backward_lists(inputs, rows, sums, None, dsel, flag)
         if not tokens or order == "either":
             _backward_lists(inputs, rows, sums, dq, dsel, flag)
-    if named.heads != k.shape[-2]:
-        acc_dk, acc_dv = (x.unflatten(-2, (k.shape[-2], -1)).sum(-2) for x in sums)
-    return dq, acc_dk.mul_(inputs.scale).to(k.dtype), acc_dv.to(v.dtype), dsel
+    return dq, _finish(acc_dk, k, inputs.scale), _finish(acc_dv, v, 1.0), dsel
+
+
+def _finish(sums: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x's gradient from its fp32 sums by index head."""
+    return compute(_scale_heads, sums, x.shape[-2], scale, x.dtype, shape=x.shape, dtype=x.dtype)
+
+
+def _scale_heads(sums: torch.Tensor, heads: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    if sums.shape[-2] != heads:
+        sums = sums.unflatten(-2, (heads, -1)).sum(-2)
+    return (sums if scale == 1.0 else sums.mul_(scale)).to(dtype)

@@ -56,7 +56,7 @@ def compressed_attention(
             q, k_cmp, v_cmp, compress_size=compress_size, compress_stride=compress_stride, scale=scale, cu_seqlens=cu_seqlens
         )
     else:
-        o, lse = compressed_forward(q, k_cmp, v_cmp, cu_seqlens, compress_size, compress_stride, scale, backend)
+        o, lse = compressed_forward.call_checked((q, k_cmp, v_cmp, cu_seqlens), (compress_size, compress_stride, scale, backend))
     return (o, lse) if return_lse else o
 
 
@@ -99,7 +99,7 @@ def select_blocks(
     if backend == "reference":
         _check_window_values(q, k_cmp, cu_seqlens, compress_size, compress_stride)
         return reference.select_blocks(q, k_cmp, **sizes._asdict(), scale=scale, cu_seqlens=cu_seqlens)
-    return select(q.detach(), k_cmp.detach(), cu_seqlens, *sizes, scale, backend)
+    return select.call_checked((q.detach(), k_cmp.detach(), cu_seqlens), (*sizes, scale, backend))
 
 
 @autocasting
@@ -146,7 +146,7 @@ def selected_attention(
         _check_selection(q, block_indices, cu_seqlens, block_size)
         o, lse = reference.selected_attention(q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens)
     else:
-        o, lse = selected_forward(q, k, v, block_indices, cu_seqlens, block_size, scale, backend)
+        o, lse = selected_forward.call_checked((q, k, v, block_indices, cu_seqlens), (block_size, scale, backend))
     return (o, lse) if return_lse else o
 
 
@@ -177,6 +177,12 @@ def _run_compressed_forward(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_window_values(q, k_cmp, cu, size, stride)
+    return _plan_compressed_forward(q, k_cmp, v_cmp, cu, size, stride, scale, backend)
+
+
+def _plan_compressed_forward(
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     windows = given_windows(cu, k_cmp.shape[-3], size, stride)
     return KERNELS[backend].compressed_forward(q, k_cmp, v_cmp, cu, windows, size, stride, scale)
 
@@ -195,9 +201,26 @@ def _run_compressed_backward(
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
-    windows = given_windows(cu, k_cmp.shape[-3], size, stride)
     with without_autocast(backend):
-        return KERNELS[backend].compressed_backward(q, k_cmp, v_cmp, o, lse, do, dlse, cu, windows, size, stride, scale)
+        return _plan_compressed_backward(do, dlse, q, k_cmp, v_cmp, o, lse, cu, size, stride, scale, backend)
+
+
+def _plan_compressed_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu: torch.Tensor | None,
+    size: int,
+    stride: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    windows = given_windows(cu, k_cmp.shape[-3], size, stride)
+    return KERNELS[backend].compressed_backward(q, k_cmp, v_cmp, o, lse, do, dlse, cu, windows, size, stride, scale)
 
 
 def _run_select(
@@ -214,6 +237,22 @@ def _run_select(
     backend: str,
 ) -> torch.Tensor:
     _check_window_values(q, k_cmp, cu, size, stride)
+    return _plan_select(q, k_cmp, cu, size, stride, block_size, block_count, init_blocks, local_blocks, scale, backend)
+
+
+def _plan_select(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    size: int,
+    stride: int,
+    block_size: int,
+    block_count: int,
+    init_blocks: int,
+    local_blocks: int,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
     windows = given_windows(cu, k_cmp.shape[-3], size, stride)
     # The keys stand in for the values: only the LSE is wanted.
     _, lse = KERNELS[backend].compressed_forward(q, k_cmp, k_cmp, cu, windows, size, stride, scale)
@@ -232,6 +271,19 @@ def _run_selected_forward(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_selection(q, indices, cu, block_size)
+    return _plan_selected_forward(q, k, v, indices, cu, block_size, scale, backend)
+
+
+def _plan_selected_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return KERNELS[backend].selected_forward(q, k, v, indices, cu, block_size, scale)
 
 
@@ -250,7 +302,24 @@ def _run_selected_backward(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     with without_autocast(backend):
-        return KERNELS[backend].selected_backward(q, k, v, indices, o, lse, do, dlse, cu, block_size, scale)
+        return _plan_selected_backward(do, dlse, q, k, v, indices, o, lse, cu, block_size, scale, backend)
+
+
+def _plan_selected_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    return KERNELS[backend].selected_backward(q, k, v, indices, o, lse, do, dlse, cu, block_size, scale)
 
 
 def fake_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +340,8 @@ def _fake_select(
 
 
 def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k_cmp, v_cmp, cu, *ctx.options = inputs
+    q, k_cmp, v_cmp, cu = inputs[:4]
+    ctx.options = inputs[4:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k_cmp, v_cmp, *output, cu)
 
@@ -279,11 +349,12 @@ def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
 def _differentiate_compressed(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k_cmp, v_cmp, o, lse, cu = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    return (*compressed_backward(do, dlse, q, k_cmp, v_cmp, o, lse, cu, *ctx.options), *(None,) * (1 + len(ctx.options)))
+    return (*compressed_backward.call_checked((do, dlse, q, k_cmp, v_cmp, o, lse, cu), ctx.options), *(None,) * (1 + len(ctx.options)))
 
 
 def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, indices, cu, *ctx.options = inputs
+    q, k, v, indices, cu = inputs[:5]
+    ctx.options = inputs[5:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, indices, *output, cu)
 
@@ -291,7 +362,7 @@ def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _differentiate_selected(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, indices, o, lse, cu = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    return (*selected_backward(do, dlse, q, k, v, indices, o, lse, cu, *ctx.options), *(None,) * (2 + len(ctx.options)))
+    return (*selected_backward.call_checked((do, dlse, q, k, v, indices, o, lse, cu), ctx.options), *(None,) * (2 + len(ctx.options)))
 
 
 _INCOMING = "Tensor do, Tensor? dlse"
@@ -301,6 +372,7 @@ compressed_backward = register(
     " str backend) -> (Tensor dq, Tensor dk_cmp, Tensor dv_cmp)",
     _run_compressed_backward,
     fake_gradients,
+    plan=_plan_compressed_backward,
 )
 compressed_forward = register(
     f"nsa_compressed_forward(Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor? cu, {_WINDOWS}, float scale, str backend) -> (Tensor o, Tensor lse)",
@@ -308,18 +380,21 @@ compressed_forward = register(
     fake_outputs,
     _differentiate_compressed,
     _save_compressed,
+    plan=_plan_compressed_forward,
 )
 select = register(
     f"nsa_select(Tensor q, Tensor k_cmp, Tensor? cu, {_WINDOWS}, SymInt block_size, SymInt block_count, SymInt init_blocks, SymInt local_blocks,"
     " float scale, str backend) -> Tensor block_indices",
     _run_select,
     _fake_select,
+    plan=_plan_select,
 )
 selected_backward = register(
     f"nsa_selected_backward({_INCOMING}, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, Tensor? cu, SymInt block_size,"
     " float scale, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
     _run_selected_backward,
     fake_gradients,
+    plan=_plan_selected_backward,
 )
 selected_forward = register(
     "nsa_selected_forward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? cu, SymInt block_size, float scale, str backend)"
@@ -328,4 +403,5 @@ selected_forward = register(
     fake_outputs,
     _differentiate_selected,
     _save_selected,
+    plan=_plan_selected_forward,
 )

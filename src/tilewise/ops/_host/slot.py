@@ -1,0 +1,141 @@
+"""A tensor's place in a launch template: all that is known of a tensor before the call. No Triton here: code that all backends share may compute."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+# Bytes that a kernel's loads may rely on in an address: what Triton specialises on.
+ALIGNMENT = 16
+
+Strides = tuple[int, ...]
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """As torch lays out fresh memory."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class Slot:
+    """A tensor's place in a template, or a view of one: all that is known of it before the call. It stands in for a tensor in a plan."""
+
+    __slots__ = ("_address", "_strides", "base", "device", "dtype", "offset", "shape", "template")
+
+    def __init__(
+        self,
+        template: Any,
+        base: int,
+        shape: tuple[int, ...],
+        strides: Strides,
+        dtype: torch.dtype,
+        address: int = 0,
+        offset: int = 0,
+    ) -> None:
+        self.template = template
+        # Which of the call's tensors it is, or is a view of, from so many bytes on.
+        self.base = base
+        self.offset = offset
+        self.shape = shape
+        self._strides = strides
+        self.dtype = dtype
+        self.device = template.device
+        self._address = address
+
+    def stride(self, axis: int | None = None) -> Any:
+        """As a tensor's."""
+        return self._strides if axis is None else self._strides[axis]
+
+    def dim(self) -> int:
+        """As a tensor's."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """As a tensor's."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """As a tensor's."""
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        """The address, but for a multiple of ALIGNMENT: of more nothing is known."""
+        return self._address
+
+    def new_empty(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
+        """Fresh memory beside this tensor."""
+        return self.template.allocate(torch.empty, tuple(shape), dtype or self.dtype)
+
+    def new_zeros(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
+        """The same, cleared."""
+        return self.template.allocate(torch.zeros, tuple(shape), dtype or self.dtype)
+
+    def contiguous(self) -> "Slot":
+        """Itself where it is, else a copy."""
+        if self.numel() == 0 or all(
+            size == 1 or have == want for size, have, want in zip(self.shape, self._strides, contiguous_strides(self.shape), strict=True)
+        ):
+            return self
+        return self.template.compute(torch.Tensor.contiguous, (self,), self.shape, self.dtype)
+
+    def add_(self, other: "Slot") -> "Slot":
+        """As a tensor's."""
+        return self.template.compute(torch.Tensor.add_, (self, other), self.shape, self.dtype)
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> "Slot":
+        moved = elements * self.dtype.itemsize
+        address = (self._address + moved) % ALIGNMENT
+        return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, address, self.offset + moved)
+
+    def transpose(self, axis: int, other: int) -> "Slot":
+        """As a tensor's."""
+        shape, strides = list(self.shape), list(self._strides)
+        shape[axis], shape[other] = shape[other], shape[axis]
+        strides[axis], strides[other] = strides[other], strides[axis]
+        return self._view(shape, strides)
+
+    def __getitem__(self, index: Any) -> "Slot":
+        """As a tensor's, for numbers, slices, None and one Ellipsis."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        taken = sum(item is not None and item is not Ellipsis for item in items)
+        at = items.index(Ellipsis) if Ellipsis in items else len(items)
+        items[at : at + 1] = [slice(None)] * (len(self.shape) - taken)
+        shape: list[int] = []
+        strides: list[int] = []
+        elements = axis = 0
+        for item in items:
+            if item is None:
+                # As torch has it: what a step of the next axis would have been.
+                shape.append(1)
+                strides.append(self.shape[axis] * self._strides[axis] if axis < len(self.shape) else 1)
+                continue
+            size, stride = self.shape[axis], self._strides[axis]
+            axis += 1
+            if isinstance(item, slice):
+                first, stop, step = item.indices(size)
+                shape.append(len(range(first, stop, step)))
+                strides.append(stride * step)
+                elements += first * stride
+            else:
+                elements += range(size)[item] * stride
+        return self._view(shape, strides, elements)
+
+    def __iter__(self) -> Iterator["Slot"]:
+        return (self[i] for i in range(self.shape[0]))
+
+    def of(self, tensors: Sequence[Any]) -> torch.Tensor:
+        """The tensor, or the view, in a call's tensors."""
+        x: torch.Tensor = tensors[self.base]
+        if self.offset == 0 and x.shape == self.shape and x.stride() == self._strides:
+            return x
+        return x.as_strided(self.shape, self._strides, x.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+def compute(function: Callable[..., Any], *arguments: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """What a function of torch's makes of tensors and numbers: a tensor of this shape and dtype, contiguous. In a template, a step."""
+    slot = next((x for x in arguments if isinstance(x, Slot)), None)
+    return function(*arguments) if slot is None else slot.template.compute(function, arguments, tuple(shape), dtype)

@@ -1,0 +1,250 @@
+"""Starting compiled kernels: which one a launch needs, and Triton's launcher called directly.
+
+Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each launch of a template; later runs
+put addresses into a list and call the launcher that Triton made.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+
+from tilewise.ops._host.kept import Kept
+from tilewise.ops._host.launch import Descriptor, Launch
+from tilewise.ops._host.slot import ALIGNMENT, Slot
+
+# Starts a compiled kernel on a stream, the tensors of a call (of which it reads none) lying at these addresses.
+Started = Callable[[Any, Sequence[int], int], None]
+# The same with the arguments as Triton's launcher takes them.
+Launcher = Callable[[int, int, list[Any]], None]
+
+# Compiled kernels by what Triton specialises a launch on; beyond, the least recently used one goes.
+MOST_COMPILED = 4096
+# Encoded descriptors that a launch keeps, by address.
+MOST_ENCODED = 64
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+
+
+class _Signature:
+    """A kernel's parameters: constants, whose values count, and arguments, with whether Triton looks at a whole number's value."""
+
+    def __init__(self, kernel: Any) -> None:
+        names = [x.name for x in kernel.params]
+        self.values = operator.itemgetter(*names)
+        self.defaults = {x.name: x.default for x in kernel.params if x.has_default}
+        self.constants = operator.itemgetter(*OPTIONS, *(x.name for x in kernel.params if x.is_constexpr))
+        self.arguments = [(i, not x.do_not_specialize) for i, x in enumerate(kernel.params) if not x.is_constexpr]
+
+
+class _Kernel(NamedTuple):
+    """A compiled kernel, how it is launched, and what its descriptors are made with."""
+
+    compiled: Any
+    launch: Launcher | None
+    descriptors: tuple[Any, ...]
+
+
+_signatures: dict[Any, _Signature] = {}
+_kernels: Kept[_Kernel] = Kept(MOST_COMPILED)
+
+
+def _trait(value: Any, specialised: bool) -> Any:
+    """What of an argument that is no constant Triton compiles a kernel for: at least that, and never a number's value."""
+    kind = value.__class__
+    if kind is int:
+        narrow = -(2**31) <= value < 2**31
+        return (narrow, value == 1, value % ALIGNMENT == 0) if specialised else narrow
+    if value is None or kind is float:
+        return kind
+    if kind is tuple:
+        return tuple([_trait(x, specialised) for x in value])
+    if isinstance(value, Descriptor):
+        # Layouts follow from these.
+        return value.base.dtype, value.block_shape
+    if kind is Slot or isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0
+    return kind, value
+
+
+_NO_OPTIONS = dict.fromkeys(OPTIONS)
+
+
+def _find(launch: Launch, device: int) -> tuple[_Kernel, tuple[Any, ...]]:
+    """The compiled kernel that a launch needs, and its arguments in the kernel's order."""
+    function = launch.kernel.fn
+    signature = _signatures.get(function)
+    if signature is None:
+        signature = _signatures[function] = _Signature(launch.kernel)
+    # What is not given is left to its default.
+    arguments = _NO_OPTIONS | signature.defaults | launch.arguments
+    values = signature.values(arguments)
+    traits = []
+    for i, specialised in signature.arguments:
+        value = values[i]
+        kind = value.__class__
+        if kind is int and not specialised:
+            traits.append(-(2**31) <= value < 2**31)
+        elif value is None or kind is float:
+            traits.append(kind)
+        else:
+            traits.append(_trait(value, specialised))
+    key = (function, device, signature.constants(arguments), *traits)
+    found = _kernels.get(key)
+    if found is None:
+        compiled = launch.compile()
+        found = _Kernel(compiled, _direct_launcher(compiled), tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ()))
+        _kernels.add(key, found)
+    return found, values
+
+
+def _direct_launcher(compiled: Any) -> Launcher | None:
+    """Triton's launcher without what it does in Python at each launch; None where it must do that, or is of an unknown kind.
+
+    The arguments are those of the kernel, with a descriptor's encoded form, shape and strides in its place.
+    """
+    run = compiled.run
+    if run.__class__ is not getattr(nvidia, "CudaLauncher", None) or _encode is None:
+        return None
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return None
+    launch, function, packed = run.launch, compiled.function, compiled.packed_metadata
+    code = getattr(launch, "__code__", None)
+    if code is not None:
+        # Around the launcher is a function that encodes descriptors.
+        if "launcher" not in code.co_freevars:
+            return None
+        launch = launch.__closure__[code.co_freevars.index("launcher")].cell_contents
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    if hasattr(run, "arg_annotations") and hasattr(run, "kernel_signature"):
+        # Triton 3.7 and later: one launcher for all kernels, which is told their signature.
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def start(grid: int, stream: int, arguments: list[Any]) -> None:
+            launch(
+                grid, 1, 1, stream, function, cooperative, dependent, packed,
+                None, None, None, None, None, annotations, signature, arguments,
+            )  # fmt: skip
+
+    elif hasattr(nvidia, "make_launcher"):
+        # Triton 3.6: a launcher for each signature.
+        def start(grid: int, stream: int, arguments: list[Any]) -> None:
+            launch(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *arguments)
+
+    else:
+        return None
+    return start
+
+
+class _Placed:
+    """A tensor descriptor for Triton to encode, its memory at an address."""
+
+    def __init__(self, described: Descriptor, address: int) -> None:
+        self.base = self
+        self.shape, self.strides = list(described.shape), list(described.strides)
+        self.padding, self.round_f32_to_tf32 = "zero", False
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+_encode = getattr(nvidia, "make_tensordesc_arg", None)
+# Triton 3.9's takes a third argument, and needs it not.
+_MORE = (None,) * (_encode.__code__.co_argcount - 2) if _encode else ()
+
+
+class _Encoded:
+    """A descriptor among a launch's arguments. Its encoded form is kept while memory lies at the same addresses."""
+
+    __slots__ = ("at", "base", "described", "kept", "made_with", "offset")
+
+    def __init__(self, at: int, described: Descriptor, made_with: Any) -> None:
+        self.at, self.described, self.made_with = at, described, made_with
+        self.base, self.offset = described.base.base, described.base.offset
+        self.kept: dict[int, Any] = {}
+
+    def encode(self, address: int) -> Any:
+        encoded = _encode(_Placed(self.described, address), self.made_with, *_MORE)[0]
+        if len(self.kept) >= MOST_ENCODED:
+            self.kept.clear()
+        self.kept[address] = encoded
+        return encoded
+
+
+def _through_triton(kernel: _Kernel, grid: int, values: Sequence[Any], addresses: Sequence[int]) -> None:
+    """As Triton launches, with all that it does around it."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return addresses[value.base] + value.offset
+        if isinstance(value, Descriptor):
+            return _Placed(value, addresses[value.base.base] + value.base.offset)
+        return tuple(map(placed, value)) if isinstance(value, tuple) else value
+
+    kernel.compiled[(grid, 1, 1)](*map(placed, values))
+
+
+def find(launch: Launch) -> Started:
+    """How a template's launch is started on the current device; compiles it where no equal one is compiled yet."""
+    kernel, values = _find(launch, torch._C._cuda_getDevice())
+    grid, direct = launch.grid, kernel.launch
+    if direct is None or None in kernel.descriptors:
+        return lambda _tensors, addresses, _stream: _through_triton(kernel, grid, values, addresses)
+    made_with = iter(kernel.descriptors)
+    # Whoever wants to be told of launches, such as a profiler, is in these.
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    arguments: list[Any] = []
+    pointers: list[tuple[int, int, int]] = []
+    tuples: list[tuple[int, tuple[Any, ...]]] = []
+    descriptors: list[_Encoded] = []
+    for value in values:
+        if isinstance(value, Slot):
+            pointers.append((len(arguments), value.base, value.offset))
+        elif isinstance(value, Descriptor):
+            descriptors.append(_Encoded(len(arguments), value, next(made_with)))
+            arguments += (None, *value.shape, *value.strides)
+            continue
+        elif isinstance(value, tuple) and any(isinstance(x, Slot) for x in value):
+            tuples.append((len(arguments), value))
+        arguments.append(value)
+
+    def start(_tensors: Any, addresses: Sequence[int], stream: int) -> None:
+        if enter.calls or leave.calls:
+            _through_triton(kernel, grid, values, addresses)
+            return
+        filled = arguments.copy()
+        for at, base, offset in pointers:
+            filled[at] = addresses[base] + offset
+        for one in descriptors:
+            address = addresses[one.base] + one.offset
+            filled[one.at] = one.kept.get(address) or one.encode(address)
+        for at, items in tuples:
+            filled[at] = tuple(addresses[x.base] + x.offset if isinstance(x, Slot) else x for x in items)
+        direct(grid, stream, filled)
+
+    return start
+
+
+def run(launch: Launch) -> None:
+    """Start a launch of tensors on the current device."""
+    device = torch._C._cuda_getDevice()
+    kernel, values = _find(launch, device)
+    hooks = knobs.runtime
+    if kernel.launch is None or None in kernel.descriptors or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
+        return
+    made_with = iter(kernel.descriptors)
+    arguments: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            arguments.append(value.data_ptr())
+        elif isinstance(value, Descriptor):
+            arguments += (_encode(_Placed(value, value.base.data_ptr()), next(made_with), *_MORE)[0], *value.shape, *value.strides)
+        elif value.__class__ is tuple:
+            arguments.append(tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value]))
+        else:
+            arguments.append(value)
+    kernel.launch(launch.grid, torch._C._cuda_getCurrentRawStream(device), arguments)
