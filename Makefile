@@ -3,18 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Triton's oldest release that the package takes: put before the one that is installed.
-OLDEST := $(VENV)/triton-3.6.0
-OLDEST_READY := $(OLDEST)/.ready
+# Beside the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
+TRITONS := 3.6.0 3.9.0
 
-.PHONY: help verify bench test test-all test-slow test-oldest inspect docs lint types format clean
+.PHONY: help verify bench test test-all test-slow test-tritons inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
 	@echo "make bench     install, then time every operator beside what a user would pick instead, into bench/"
 	@echo "make test      install, then lint, types and tests"
 	@echo "make test-all  the same with the tests marked slow"
-	@echo "make test-oldest  install the oldest Triton that the package takes, then compile the Hopper kernels with it"
+	@echo "make test-tritons  install Triton $(TRITONS), then with each compile every kernel and interpret every operator"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
@@ -49,12 +48,18 @@ test-slow: $(READY)
 test-all: lint types
 	$(BIN)/pytest -n auto
 
-$(OLDEST_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) triton==3.6.0
+$(VENV)/triton-%/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 
-test-oldest: $(OLDEST_READY)
-	PYTHONPATH=$(OLDEST) $(BIN)/pytest -n auto tests/ops/flash/test_compile_hopper.py tests/ops/flash/test_compile_hopper_bwd.py
+# Make would delete it as a step on the way, and install again the next time.
+.PRECIOUS: $(VENV)/triton-%/.ready
+
+test-tritons: $(TRITONS:%=test-triton-%)
+
+test-triton-%: $(VENV)/triton-%/.ready
+	@PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -c "import triton; assert triton.__version__ == '$*', triton.__version__"
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/pytest -n auto tests/test_other_tritons.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check

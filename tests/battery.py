@@ -9,17 +9,18 @@ import torch
 
 from tilewise import registry
 from tilewise.verify.plan import DTYPES
-from tilewise.verify.result import Check, Implementation
+from tilewise.verify.result import Check, Implementation, Result
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
 
 
-def check(operator: str, case: str, dtype: str, backend: str, device: str) -> None:
-    """Run one case; fails with what verify would print."""
+def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Result:
+    """Run one case, and return what was compared; fails with what verify would print."""
     implementation = Implementation(backend, device, interpreted=backend == "triton" and device == "cpu")
     found = registry.find(operator)
     result = Runner(found, partial(found.load("function"), backend=backend)).run(Check(operator, implementation, case, dtype))
     assert result.passed, "\n".join(result_lines(result, verbose=False))
+    return result
 
 
 def triton_cases(*operators: str) -> list:

@@ -1,6 +1,7 @@
 """Compiles the kernels of mytorch's CUDA backend without a GPU and prints what they use as JSON.
 
-`compile_kernels.py ARCHITECTURE DTYPE SET`: SET is `main` (matrix products and convolution) or `all`.
+`compile_kernels.py ARCHITECTURE DTYPE SET`: SET is `main` (matrix products and convolution), `all`, or
+`each`, every kernel once.
 """
 
 import sys
@@ -95,7 +96,8 @@ def integers() -> None:
     BACKEND.binary("add", found, found)
 
 
-def main(architecture: int, dtype: torch.dtype, whole: bool) -> None:
+def main(architecture: int, dtype: torch.dtype, which: str) -> None:
+    whole = which != "main"
     with capture(architecture) as launches:
         matrices(dtype)
         images(dtype, whole)
@@ -104,7 +106,8 @@ def main(architecture: int, dtype: torch.dtype, whole: bool) -> None:
             elements(dtype)
             numbers(dtype)
             integers()
-    print_facts(launches, architecture)
+    first = {launch.kernel.__name__: launch for launch in reversed(launches)}
+    print_facts(first.values() if which == "each" else launches, architecture)
 
 
-main(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "all")
+main(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3])

@@ -1,0 +1,63 @@
+"""What `make test-tritons` asks of other releases of Triton: every kernel compiles, every operator is right both ways.
+
+Spills are no part of it: `tilewise inspect --check` holds them, with the release of constraints.txt.
+"""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from battery import check
+from compiling import run_compiling
+
+from tilewise import registry
+from tilewise.inspect.allowances import OPERATORS
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parent
+SCRIPT, MYTORCH = TESTS / "compile_every_kernel.py", TESTS / "mytorch" / "compile_kernels.py"
+
+
+def kernels(package: str) -> set[str]:
+    """Names of what is launched, as the sources have them."""
+    sources = (path.read_text() for path in (TESTS.parent / "src" / package).rglob("*.py"))
+    names = {name for source in sources for name in re.findall(r"(?m)^def (\w+_kernel)\(", source)}
+    assert len(names) > 20
+    return names
+
+
+def compiled(architecture: int, *groups: tuple[str, ...]) -> set[str]:
+    """Names of the kernels that operators launch, all of them compiled; a process compiles for a group of operators."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda group: run_compiling(SCRIPT, architecture, *group), groups)
+        rows = [row for of_group in found for row in of_group]
+    assert [row for row in rows if row[-1]] == []
+    return {kernel for kernel, _, _ in rows}
+
+
+def test_every_kernel_compiles_for_hopper():
+    """In every operator that launches it, forward and backward."""
+    assert compiled(90, *((operator,) for operator in OPERATORS), ("probe",)) == kernels("tilewise")
+
+
+@pytest.mark.parametrize("architecture", [80, 100])
+def test_the_portable_kernels_compile_for_other_cards(architecture):
+    found = compiled(architecture, (*OPERATORS, "probe"))
+    assert found == {name for name in kernels("tilewise") if "_hopper_" not in name}
+
+
+def test_every_kernel_of_mytorch_compiles():
+    found = run_compiling(MYTORCH, 90, "float32", "each")
+    assert {kernel["kernel"] for kernel in found} == kernels("mytorch")
+
+
+@pytest.mark.parametrize("operator", registry.OPERATORS)
+def test_every_operator_is_right(operator):
+    result = check(operator, "small", "bf16", "triton", "cpu")
+    problem = registry.find(operator).load("suite").find("small").problem
+    names = {comparison.name for comparison in result.comparisons}
+    assert names & set(problem.outputs), "the forward"
+    assert names & {"dq", "dfq"}, "the backward"
