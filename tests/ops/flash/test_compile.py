@@ -13,10 +13,12 @@ def most_spilled(dtype: str, channels: int, variant: str) -> int:
     """Bytes that a thread may spill: a little more than it does. Some problems are short of registers by nature."""
     if dtype == "float32":
         return 2450 if channels == 256 else 1500  # three TF32 products, each operand split in two
+    if variant == "all" and channels % 16 != 0:
+        return 1800  # both of what the next line names
     if variant == "all" or channels % 16 != 0:
         return 1250  # softcap and both window limits; rows that Triton does not know to be aligned, so an address an element
     if variant == "compressed-packed" or (variant == "packed" and channels == 128):
-        return 250  # rows through pointers, whose addresses take registers
+        return 270  # rows through pointers, whose addresses take registers
     return 450 if channels == 256 else 120
 
 
@@ -27,7 +29,9 @@ def check(architecture: int, dtype: str, channels: int, variant: str) -> None:
     for kernel in kernels:
         assert kernel["spill_stores"] <= most_spilled(dtype, channels, variant), kernel
         assert kernel["registers"] >= 16, "a kernel that does its work needs more"
-        assert not kernel["wgmma_serialised"] or (channels == 256 and variant == "all"), kernel
+        # With softcap and limits ptxas 12, which Triton 3.6 and 3.7 take for Hopper, serialises every forward; 13 does not.
+        forward = kernel["kernel"] == "flash_fwd_kernel" and kernel["ptxas"].startswith("12.")
+        assert not kernel["wgmma_serialised"] or (variant == "all" and (channels == 256 or forward)), kernel
         if architecture == 90 and dtype != "float32" and "prepare" not in kernel["kernel"]:
             assert kernel["wgmma"], kernel
 

@@ -9,9 +9,19 @@ SCRIPT = Path(__file__).with_name("compile_hopper_bwd.py")
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
 
 
-# Bytes that a thread spills at 128 channels, the most of what Triton 3.6.0 and 3.9.0 give in every order: what the end of a block needs is kept in
-# memory during the loop, and softcap keeps some there in its own.
-SPILLED = {"plain": 96, "causal": 96, "groups": 100, "sweeps": 140, "window": 140, "one-head-window": 80, "packed": 92, "softcap": 300, "all": 368}
+# Bytes that a thread spills at 128 channels, the most of what Triton 3.6.0, 3.7.1 and 3.9.0 give in every order: what the
+# end of a block needs is kept in memory during the loop, and softcap keeps some there in its own.
+SPILLED = {
+    "plain": 100,
+    "causal": 96,
+    "groups": 100,
+    "sweeps": 156,
+    "window": 180,
+    "one-head-window": 80,
+    "packed": 92,
+    "softcap": 300,
+    "all": 372,
+}
 
 
 def most_spilled(channels: int, values: int, variant: str) -> int:
