@@ -1,6 +1,9 @@
-# Two targets do all the set-up on a fresh machine: `make verify` and `make test`.
+# Two targets do all the set-up on a fresh machine: `make verify` and `make test`. With SYSTEM=1 they keep the torch and
+# triton that PYTHON has already, in an environment of its own: the pins of the two do not apply there.
 PYTHON ?= python3
-VENV := .venv
+SYSTEM ?= 0
+VENV := $(if $(filter-out 0,$(SYSTEM)),.venv-system,.venv)
+# Tools are called as modules: one that the machine has already leaves no script there.
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Beside the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
@@ -17,10 +20,15 @@ help:
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
+	@echo "SYSTEM=1       with any of them: keep the torch and triton that PYTHON ($(PYTHON)) has, in .venv-system"
 
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv-system/.ready: pyproject.toml constraints.txt tools/system_environment.py
+	$(PYTHON) tools/system_environment.py .venv-system
 	@touch $@
 
 verify: $(READY)
@@ -33,20 +41,20 @@ bench: $(READY)
 	done; exit $$failed
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 types: $(READY)
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 test: lint types
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/pytest -n auto --dist worksteal -m slow $(SLOW)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(SLOW)
 
 test-all: lint types
-	$(BIN)/pytest -n auto
+	$(BIN)/python -m pytest -n auto
 
 $(VENV)/triton-%/.ready: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
@@ -59,18 +67,18 @@ test-tritons: $(TRITONS:%=test-triton-%)
 
 test-triton-%: $(VENV)/triton-%/.ready
 	@PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -c "import triton; assert triton.__version__ == '$*', triton.__version__"
-	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/pytest -n auto tests/test_other_tritons.py
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto tests/test_other_tritons.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check
 
 # The variable keeps an announcement of Material for MkDocs out of the output.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis site
+	rm -rf .venv .venv-system build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis site
