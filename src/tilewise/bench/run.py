@@ -149,6 +149,7 @@ class Bench:
         runs: dict[str, Runs] = {}
         memory: dict[str, tuple[int, int]] = {}
         counts: dict[str, int] = {}
+        spread: dict[str, bool] = {}
         for name in list(calls):
             with self._noted(name, calls, reasons, mode):
                 # One graph of a backward may take as much memory as all the rest.
@@ -156,12 +157,15 @@ class Bench:
                 # The first runs compile; the last tells how often there is time for.
                 self.clock.run(runs[name], max(1, self.warmup))
                 memory[name] = self._memory(runs[name][0])
-                counts[name] = runs_that_fit(self.iterations, self.clock.run(runs[name], 1)[0])
+                spread[name] = self.clock.uses_other_streams(runs[name])
+                once = self.clock.run(runs[name], 1, all_streams=spread[name])[0]
+                counts[name] = runs_that_fit(self.iterations, once)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(TURNS):
             for name in list(calls):
                 with self._noted(name, calls, reasons, mode):
-                    samples[name] += self.clock.run(runs[name], in_turns(counts[name])[turn], len(samples[name]))
+                    count, done = in_turns(counts[name])[turn], len(samples[name])
+                    samples[name] += self.clock.run(runs[name], count, done, spread[name])
         return {name: _Measured(summarise(samples[name]), *memory[name]) for name in calls}
 
     def _memory(self, call: Callable[[], object]) -> tuple[int, int]:

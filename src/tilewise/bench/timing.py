@@ -1,5 +1,6 @@
 """Times of calls: device events on a GPU, a steady clock on a CPU, the caches emptied before each."""
 
+import functools
 import math
 import statistics
 import time
@@ -14,6 +15,11 @@ FLUSHED_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 TURNS = 5
 # Where no number of runs was asked for, a call is timed at most so long, but so often at least.
 MOST_SECONDS, LEAST_RUNS = 2.0, 5
+# The probe for work on other streams holds all streams for twice the call's host time and HELD_MS more. It reports work
+# that ends LATE_MS after the current stream's in each of PROBES tries.
+HELD_MS, LATE_MS, PROBES = 2.0, 0.01, 5
+
+Calls = Sequence[Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,27 @@ class Clock:
         self._device = device
         self._flushed = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.int8, device=device)
 
-    def run(self, calls: Sequence[Callable[[], object]], count: int, start: int = 0) -> list[float]:
-        """Milliseconds of `count` runs, the calls in rotation from number `start` on."""
-        wanted = [calls[(start + i) % len(calls)] for i in range(count)]
-        return self._on_gpu(wanted) if self._device.type == "cuda" else [self._on_cpu(call) for call in wanted]
+    def run(self, calls: Calls, count: int, start: int = 0, all_streams: bool = False) -> list[float]:
+        """Milliseconds of `count` runs, the calls in rotation from number `start` on.
 
-    def _on_gpu(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
+        On a GPU a run is what the current stream takes for it; with `all_streams`, until the whole device is idle.
+        """
+        wanted = [calls[(start + i) % len(calls)] for i in range(count)]
+        if self._device.type != "cuda":
+            return [self._on_cpu(call) for call in wanted]
+        return self._on_device(wanted) if all_streams else self._on_stream(wanted)
+
+    def uses_other_streams(self, calls: Calls) -> bool:
+        """Whether a call, already warm, leaves work on other streams that ends after the current stream's."""
+        return self._device.type == "cuda" and any(self._probe.sees(call) for call in calls)
+
+    @functools.cached_property
+    def _probe(self) -> "_Probe":
+        return _Probe(self._device, self._flushed)
+
+    def _on_stream(self, calls: Calls) -> list[float]:
+        """The host does not wait between runs, so that the GPU has work while Python launches."""
+        pairs = [_pair() for _ in calls]
         torch.cuda.synchronize(self._device)
         for call, (begin, end) in zip(calls, pairs, strict=True):
             self._flushed.zero_()
@@ -72,11 +92,92 @@ class Clock:
         torch.cuda.synchronize(self._device)
         return [begin.elapsed_time(end) for begin, end in pairs]
 
+    def _on_device(self, calls: Calls) -> list[float]:
+        """An event covers its own stream only, so the host waits for the whole device before and after each run.
+
+        Without the first wait, work on another stream would start while the cache is emptied, and not count. The price:
+        the host's launch time counts, and some 10 µs of its wait.
+        """
+        pairs = [_pair() for _ in calls]
+        for call, (begin, end) in zip(calls, pairs, strict=True):
+            self._flushed.zero_()
+            torch.cuda.synchronize(self._device)
+            begin.record()
+            call()
+            torch.cuda.synchronize(self._device)
+            end.record()
+        torch.cuda.synchronize(self._device)
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
     def _on_cpu(self, call: Callable[[], object]) -> float:
         self._flushed.zero_()
         begin = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - begin)
+
+
+def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+class _Probe:
+    """Finds calls whose work on other streams outlasts their work on the current one.
+
+    All streams wait for one event until the whole call is launched: a short kernel would otherwise be done before the
+    host looks. Then they start together, and the device must be idle when the current stream is.
+    """
+
+    def __init__(self, device: torch.device, flushed: torch.Tensor) -> None:
+        self._device, self._flushed = device, flushed
+        current = torch.cuda.current_stream(device)
+        self._holder, *self._others = (x for x in _pool_streams(device) if x.cuda_stream != current.cuda_stream)
+        begin, end = _pair()
+        flushed.zero_()
+        begin.record()
+        flushed.zero_()
+        end.record()
+        torch.cuda.synchronize(device)
+        self._flush_ms = max(begin.elapsed_time(end), 1e-3)
+        # What the host's own wait takes, where no other stream has work.
+        self._nothing = min(self._late(lambda: flushed[:1].zero_(), HELD_MS) for _ in range(PROBES))
+
+    def sees(self, call: Callable[[], object]) -> bool:
+        """Whether the device is busy after the call's own stream, in every try."""
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter()
+        call()
+        held = 2e3 * (time.perf_counter() - begin) + HELD_MS
+        return all(self._late(call, held) > self._nothing + LATE_MS for _ in range(PROBES))
+
+    def _late(self, call: Callable[[], object], held: float) -> float:
+        """Milliseconds from the end of the current stream's work until the host finds the device idle."""
+        (end, idle), (opened, _) = _pair(), _pair()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._holder):
+            for _ in range(math.ceil(held / self._flush_ms)):
+                self._flushed.zero_()
+            opened.record()
+        for stream in (torch.cuda.current_stream(self._device), *self._others):
+            stream.wait_event(opened)
+        call()
+        if held and opened.query():
+            # The call waited for a result, so nothing was held when it returned: try without holding.
+            return self._late(call, 0.0)
+        end.record()
+        torch.cuda.synchronize(self._device)
+        idle.record()
+        idle.synchronize()
+        return end.elapsed_time(idle)
+
+
+def _pool_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Every stream of torch's pool, which hands them out in a ring for each priority."""
+    found: dict[int, torch.cuda.Stream] = {}
+    least, greatest = torch.cuda.Stream(device).priority_range()
+    for priority in range(greatest, least + 1):
+        while (stream := torch.cuda.Stream(device, priority=priority)).cuda_stream not in found:
+            found[stream.cuda_stream] = stream
+    return list(found.values())
 
 
 def runs_that_fit(asked: int | None, milliseconds: float) -> int:
