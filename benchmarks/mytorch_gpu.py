@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import typer
 from cnn import mytorch_step, torch_step
-from timing import environment
+from timing import captured, environment
 
 import tilewise
 from mytorch import Device, Tensor
@@ -43,20 +43,6 @@ def milliseconds(calls: Calls, runs: int) -> dict[str, float]:
             if turn:
                 times[name].append(1e3 * (time.perf_counter() - start) / runs)
     return {name: round(statistics.median(values), 4) for name, values in times.items()}
-
-
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """The step as a CUDA graph, after some steps that compile its kernels."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def cnn() -> dict[str, Any]:

@@ -1,9 +1,16 @@
-"""Prints a result of benchmarks/flash.py as the table that the README shows: python benchmarks/table.py benchmarks/results/flash-h200.json"""
+"""Prints a saved result as the table that a page shows: python benchmarks/table.py benchmarks/results/flash-h200.json
+
+It takes the results of benchmarks/flash.py, host.py and cold.py.
+"""
 
 import json
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# No call may get slower by more than this.
+SLOWER = 1.03
 
 
 def figures(row: dict[str, Any]) -> str:
@@ -12,14 +19,137 @@ def figures(row: dict[str, Any]) -> str:
     return " | ".join([f"{row['tflops']['tilewise']:.0f}", *ratios])
 
 
-def table(path: Path) -> str:
+def flash_lines(document: Mapping[str, Any]) -> list[str]:
     """A row a shape and mask: TFLOP/s forward and backward, each with its ratio to cuDNN and to FlashAttention-2."""
-    rows = json.loads(path.read_text())["rows"]
-    lines = ["| bf16 | forward TFLOP/s | × cuDNN | × FA-2 | backward TFLOP/s | × cuDNN | × FA-2 |", "|---|---|---|---|---|---|---|"]
+    rows = document["rows"]
+    columns = ["bf16"] + [f"{name} TFLOP/s | × cuDNN | × FA-2" for name in ("forward", "backward")]
+    lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
     for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-        name = "B {batch}, T {tokens}, H {heads}, D {channels}".format(**forward) + (", causal" if forward["causal"] else "")
+        name = "B {batch}, T {tokens}, H {heads}, D {channels}".format(**forward)
+        name += ", causal" if forward["causal"] else ""
         lines.append(f"| {name} | {figures(forward)} | {figures(backward)} |")
-    return "\n".join(lines)
+    return lines
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines."""
+    rule = ["---"] * len(columns)
+    return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
+
+
+def _time(row: Mapping[str, Any], version: str, name: str) -> float | None:
+    """Microseconds by the clock that counts in this case."""
+    contenders = row["microseconds"].get(version, {})
+    return contenders[name][row["clock"]] if name in contenders else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
+
+
+def _kernels(row: Mapping[str, Any], version: str) -> list[int] | None:
+    """Compiled and loaded from disk while the calls were timed, by all contenders together."""
+    found = row["kernels"].get(version)
+    return None if found is None else [sum(one[kind] for one in found.values()) for kind in ("compiled", "loaded")]
+
+
+def host_lines(document: Mapping[str, Any]) -> list[str]:
+    """A row a comparison: µs a call, the ratio and what is asked; with another version, its time too."""
+    rows = document["rows"]
+    before = any("before" in row["microseconds"] for row in rows)
+    cells = []
+    for row in rows:
+        for one in row["compared"]:
+            ours, other = _time(row, "now", one["ours"]), _time(row, "now", one["other"])
+            line = [row["case"], _number(ours, 1), one["other"], _number(other, 1), _number(_over(ours, other), 2)]
+            line.append("-" if one["asked"] is None else f"≤ {one['asked']:.2f}")
+            earlier = _time(row, "before", one["ours"])
+            cells.append(line + ([_number(earlier, 1), _number(_over(ours, earlier), 2)] if before else []))
+        if row["compiles_nothing"]:
+            now, earlier_count = _kernels(row, "now"), _kernels(row, "before")
+            counts = ["-" if found is None else f"{found[0]} + {found[1]}" for found in (now, earlier_count)]
+            line = [f"{row['case']}: kernels compiled + loaded", counts[0], "", "", "", "0 + 0"]
+            cells.append(line + ([counts[1], ""] if before else []))
+    columns = [
+        "case",
+        "ours µs",
+        "beside",
+        "its µs",
+        "ratio",
+        "asked",
+        *(["before µs", "now / before"] if before else []),
+    ]
+    return markdown(columns, cells)
+
+
+def missed(document: Mapping[str, Any]) -> list[str]:
+    """What was asked of host times and is not there, in words."""
+    return [line for row in document["rows"] for line in _missed(row)]
+
+
+def _missed(row: Mapping[str, Any]) -> Iterator[str]:
+    for one in row["compared"]:
+        ours = _time(row, "now", one["ours"])
+        ratio = _over(ours, _time(row, "now", one["other"]))
+        if one["asked"] is not None and (ratio is None or ratio > one["asked"]):
+            yield f"{row['case']}: {_number(ratio, 2)} of {one['other']}, asked {one['asked']:.2f}"
+    for name in dict.fromkeys(one["ours"] for one in row["compared"]):
+        change = _over(_time(row, "now", name), _time(row, "before", name))
+        if change is not None and change > SLOWER:
+            yield f"{row['case']}: {change:.2f} of the time before"
+    kernels = _kernels(row, "now")
+    if row["compiles_nothing"] and kernels != [0, 0]:
+        yield f"{row['case']}: kernels compiled and loaded: {kernels}"
+
+
+def cold_lines(document: Mapping[str, Any]) -> list[str]:
+    """A row an operator and version, and one for each start of several ranks."""
+    rows = [
+        [
+            row["operator"] + (f", {row['version']}" if row["version"] != "now" else ""),
+            f"{row['cold']['step']:.1f}",
+            f"{row['slowest']['seconds']:.1f} ({row['slowest']['kernel']})",
+            f"≤ {row['asked']:.1f}",
+            f"{row['cold']['second']:.2f}",
+            str(row["variants"]),
+            str(row["cold"]["imported"]),
+            f"{row['full']['step']:.2f}",
+        ]
+        for row in document["rows"]
+    ]
+    columns = (
+        "operator", "first forward + backward s", "slowest kernel s", "asked", "second call s", "kernels",
+        "modules imported in calls", "first with a full cache s",
+    )  # fmt: skip
+    lines = markdown(columns, rows) if rows else []
+    ranks = [
+        [
+            row["operator"] + (f", {row['version']}" if row["version"] != "now" else ""),
+            str(row["ranks"]),
+            f"{row['seconds']:.1f}",
+            str(row["variants"]),
+            str(row["compiled"]),
+            str(row["most"]),
+        ]
+        for row in document.get("ranks", [])
+    ]
+    if ranks:
+        columns = ("operator", "ranks", "s until all are done", "kernels", "compilations", "most of one kernel")
+        lines += [*([""] if lines else []), *markdown(columns, ranks)]
+    return lines
+
+
+LINES = {"flash": flash_lines, "host": host_lines, "cold": cold_lines}
+
+
+def table(path: Path) -> str:
+    """The table of a result, by the benchmark that saved it."""
+    document = json.loads(path.read_text())
+    return "\n".join(LINES[document.get("kind", "flash")](document))
 
 
 if __name__ == "__main__":

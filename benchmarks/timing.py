@@ -1,4 +1,4 @@
-"""What the benchmarks share: times of calls taken in turns, where they were taken, and the command line."""
+"""What the benchmarks share: times of calls taken in turns, CUDA graphs, where they were taken, and the command line."""
 
 import argparse
 import json
@@ -27,6 +27,23 @@ def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
                 continue
             times[name].append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
     return {name: round(statistics.median(values), 3) for name, values in times.items()}
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The step as a CUDA graph, after some steps that compile its kernels.
+
+    Warm-up and capture share a stream, for autograd ties a leaf to the stream that it met first.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        step()
+    return graph.replay
 
 
 def environment(command: str) -> dict[str, str]:

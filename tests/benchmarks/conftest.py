@@ -1,0 +1,6 @@
+"""The scripts import each other by name, as they do where they are run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
