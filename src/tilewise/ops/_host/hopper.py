@@ -13,7 +13,8 @@ from tilewise.ops._tile.hopper import RAGGED_ROWS
 # Where there is no GPU to ask: an H100's and an H200's.
 PROCESSORS = 132
 # Of a packed descriptor's outermost axis, see `tile_descriptor`: with RAGGED_ROWS steps an address goes round all 2^64.
-RAGGED_STRIDE = 2**64 // RAGGED_ROWS.value
+MOST_ROWS = RAGGED_ROWS.value
+RAGGED_STRIDE = 2**64 // MOST_ROWS
 # More than any index along that axis and the next.
 MANY = 2**31 - 2**16
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -23,9 +24,10 @@ def fits_tiles(x: torch.Tensor) -> bool:
     """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` as it lies: aligned to 16 bytes in every axis, not empty."""
     if x.dim() == 4:
         return launching.fits_descriptor(x)
-    if x.dim() != 3 or x.numel() == 0 or x.data_ptr() % 16 != 0 or x.shape[0] > RAGGED_ROWS.value:
+    if x.dim() != 3 or x.data_ptr() % 16 != 0 or x.numel() == 0 or x.shape[0] > MOST_ROWS:
         return False
-    return all(0 < stride < RAGGED_STRIDE and stride % (16 // x.element_size()) == 0 for stride in x.stride()[:-1])
+    first, second, _ = x.stride()
+    return (first | second) % (16 // x.element_size()) == 0 and min(first, second) > 0 and max(first, second) < RAGGED_STRIDE
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
     else:
         _, heads, channels = x.shape
         stride_t, stride_h, _ = x.stride()
-        shape = (MANY, MANY, heads, RAGGED_ROWS.value, channels)
+        shape = (MANY, MANY, heads, MOST_ROWS, channels)
         strides, block = (RAGGED_STRIDE - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, rows, columns)
     return Descriptor(x, shape, strides, block, _layout(x.dtype, *block))
 

@@ -1,6 +1,7 @@
 """Launches of tensors: run, or collected to be compiled without a GPU or audited at sizes that no machine holds."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,10 +30,12 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
     if found is not None:
         found.extend(launch.for_triton() for launch in launches)
     elif device.type == "cuda":
-        with torch.cuda.device(device) if device.index != torch._C._cuda_getDevice() else contextlib.nullcontext():
+        if device.index == torch._C._cuda_getDevice():
             for launch in launches:
-                if launch.grid:
-                    start.run(launch)
+                start.run(launch)
+        else:
+            with torch.cuda.device(device):
+                run_all(launches, device)
     else:
         with interpreter.quiet():
             for launch in launches:
@@ -44,11 +47,13 @@ def power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+@functools.lru_cache(maxsize=1024)
 def padded_channels(channels: int) -> int:
     """Channels as a tile holds them: a power of two, at least the 16 that a matrix product wants."""
     return max(16, power_of_2(channels))
 
 
+@functools.lru_cache(maxsize=1024)
 def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
     """Channels of q and k, and of v, as tiles hold them.
 
@@ -70,10 +75,12 @@ def fits_descriptor(x: torch.Tensor) -> bool:
 
     It takes strides below 2^40 bytes.
     """
-    if x.dim() != 4 or x.numel() == 0 or x.data_ptr() % 16 != 0:
+    if x.dim() != 4 or x.data_ptr() % 16 != 0 or x.numel() == 0:
         return False
     per_line, most = 16 // x.element_size(), 2**40 // x.element_size()
-    return all(0 < stride < most and stride % per_line == 0 for stride in x.stride()[:-1])
+    first, second, third, _ = x.stride()
+    # Per line is a power of two: a low bit of any of them would be one of all.
+    return (first | second | third) % per_line == 0 and min(first, second, third) > 0 and max(first, second, third) < most
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:

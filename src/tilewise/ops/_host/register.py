@@ -73,6 +73,10 @@ class _Problem:
         return template.finish(self._plan(*self.arguments(slots)))  # type: ignore[misc]
 
 
+def _is_in(x: Any, given: tuple[Any, ...]) -> bool:
+    return any(x is y for y in given)
+
+
 def _pick(i: int, x: Any, given: tuple[Any, ...]) -> int | None:
     """Each argument is the given tensor in its place, or stands in for one that was not given."""
     if x is None or x is given[i]:
@@ -121,8 +125,21 @@ class Operator:
         return self.run(*arguments)
 
     def call_checked(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-        """Call with arguments that need no check, tensors first."""
-        return self.call(given, numbers, _as_they_are)
+        """Call with arguments that need no check, tensors first: a backward's, which is in a hurry."""
+        if torch.is_grad_enabled() or not _is_plain():
+            return self.call(given, numbers, _as_they_are)
+        key: list[Any] = [*numbers]
+        for x in given:
+            if x is None:
+                key.append(None)
+            elif x.__class__ in PLAIN:
+                key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
+            else:
+                return self(*given, *numbers)
+        key.append(given[0].device)
+        whole = tuple(key)
+        problem = self._problems.get(whole) or self._remember(whole, given, (*given, *numbers))
+        return problem.run(given)
 
     def call(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]) -> Any:
         """Call with what a user gave: tensors or None, and options.
@@ -155,9 +172,10 @@ class Operator:
             arguments = prepare(*given, *options)
             if arguments is None:
                 return None
-            problem = self._remember(whole, given, arguments)
-            if problem is None:
+            if any(x is not None and x is not y and not (y is None and _is_in(x, given)) for x, y in zip(arguments, given, strict=False)):
+                # One of them was made here, such as a contiguous copy.
                 return self(*arguments)
+            problem = self._remember(whole, given, arguments)
         if differentiate and torch.is_grad_enabled():
             return self._remembered.apply(problem, *given)
         return problem.run(given)
@@ -166,10 +184,8 @@ class Operator:
         """Drop all problems: after a change of what a plan reads beside its arguments."""
         self._problems.clear()
 
-    def _remember(self, key: tuple[Any, ...], given: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Problem | None:
-        """None where an argument is none of the given tensors but made of one."""
-        if not all(x is None or x is y or (y is None and any(x is z for z in given)) for x, y in zip(arguments, given, strict=False)):
-            return None
+    def _remember(self, key: tuple[Any, ...], given: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Problem:
+        """Each of the arguments is one of the given tensors, or no tensor."""
         # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
         templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
         return self._problems.add(key, _Problem(self.run, self._plan if templated else None, given, arguments))
@@ -196,8 +212,8 @@ def _autograd_functions(
 
     def forward_again(ctx: Any, problem: _Problem, *given: Any) -> Any:
         output = problem.run(given)
-        setup_context(ctx, problem.arguments(given), output)
         ctx.asked = None
+        setup_context(ctx, problem.arguments(given), output)
         return output
 
     def gradients(ctx: Any, *incoming: Any) -> Any:

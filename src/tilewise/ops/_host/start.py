@@ -5,10 +5,11 @@ put addresses into a list and call the launcher that Triton made.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
@@ -40,11 +41,11 @@ class _Signature:
 
 
 class _Kernel(NamedTuple):
-    """A compiled kernel, how it is launched, and what its descriptors are made with."""
+    """A compiled kernel; how it is launched, None where only Triton can; and how the descriptors among its arguments are encoded."""
 
     compiled: Any
     launch: Launcher | None
-    descriptors: tuple[Any, ...]
+    encoders: tuple["Encoder", ...]
 
 
 _signatures: dict[Any, _Signature] = {}
@@ -79,7 +80,7 @@ def _find(launch: Launch, device: int) -> tuple[_Kernel, tuple[Any, ...]]:
     if signature is None:
         signature = _signatures[function] = _Signature(launch.kernel)
     # What is not given is left to its default.
-    arguments = _NO_OPTIONS | signature.defaults | launch.arguments
+    arguments: dict[str, Any] = {**_NO_OPTIONS, **signature.defaults, **launch.arguments}
     values = signature.values(arguments)
     traits = []
     for i, specialised in signature.arguments:
@@ -94,10 +95,14 @@ def _find(launch: Launch, device: int) -> tuple[_Kernel, tuple[Any, ...]]:
     key = (function, device, signature.constants(arguments), *traits)
     found = _kernels.get(key)
     if found is None:
-        compiled = launch.compile()
-        found = _Kernel(compiled, _direct_launcher(compiled), tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ()))
-        _kernels.add(key, found)
+        found = _kernels.add(key, _prepare(launch.compile()))
     return found, values
+
+
+def _prepare(compiled: Any) -> _Kernel:
+    encoders = [_encoder(made_with) for made_with in getattr(compiled.metadata, "tensordesc_meta", None) or ()]
+    whole = tuple(encoder for encoder in encoders if encoder is not None)
+    return _Kernel(compiled, _direct_launcher(compiled) if len(whole) == len(encoders) else None, whole)
 
 
 def _direct_launcher(compiled: Any) -> Launcher | None:
@@ -106,7 +111,7 @@ def _direct_launcher(compiled: Any) -> Launcher | None:
     The arguments are those of the kernel, with a descriptor's encoded form, shape and strides in its place.
     """
     run = compiled.run
-    if run.__class__ is not getattr(nvidia, "CudaLauncher", None) or _encode is None:
+    if run.__class__ is not getattr(nvidia, "CudaLauncher", None):
         return None
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
@@ -151,26 +156,36 @@ class _Placed:
         return self._address
 
 
-_encode = getattr(nvidia, "make_tensordesc_arg", None)
-# Triton 3.9's takes a third argument, and needs it not.
-_MORE = (None,) * (_encode.__code__.co_argcount - 2) if _encode else ()
+# Encodes a descriptor, of a shape and strides, for memory at an address.
+Encoder = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
+
+
+def _encoder(made_with: Mapping[str, Any]) -> Encoder | None:
+    """How descriptors of one parameter of a kernel are encoded: as Triton's `make_tensordesc_arg` does it, without what is the same each time."""
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
+    known = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
+    if fill is None or made_with is None or not known.issuperset(made_with) or made_with["fp4_padded"] or made_with.get("is_im2col"):
+        return None
+    fixed = made_with["swizzle"], made_with["elem_size"], nvidia.TMA_DTYPE_DEVICE_TO_HOST[made_with["elem_type"]], made_with["block_size"]
+    return lambda address, shape, strides: fill(address, *fixed, shape, strides, 0)
 
 
 class _Encoded:
     """A descriptor among a launch's arguments. Its encoded form is kept while memory lies at the same addresses."""
 
-    __slots__ = ("at", "base", "described", "kept", "made_with", "offset")
+    __slots__ = ("at", "base", "described", "encoder", "kept", "offset")
 
-    def __init__(self, at: int, described: Descriptor, made_with: Any) -> None:
-        self.at, self.described, self.made_with = at, described, made_with
+    def __init__(self, at: int, described: Descriptor, encoder: Encoder) -> None:
+        self.at, self.described, self.encoder = at, described, encoder
         self.base, self.offset = described.base.base, described.base.offset
         self.kept: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
-        encoded = _encode(_Placed(self.described, address), self.made_with, *_MORE)[0]
+        """For memory at an address that was not seen lately."""
         if len(self.kept) >= MOST_ENCODED:
             self.kept.clear()
-        self.kept[address] = encoded
+        self.kept[address] = encoded = self.encoder(address, self.described.shape, self.described.strides)
         return encoded
 
 
@@ -191,9 +206,9 @@ def find(launch: Launch) -> Started:
     """How a template's launch is started on the current device; compiles it where no equal one is compiled yet."""
     kernel, values = _find(launch, torch._C._cuda_getDevice())
     grid, direct = launch.grid, kernel.launch
-    if direct is None or None in kernel.descriptors:
+    if direct is None:
         return lambda _tensors, addresses, _stream: _through_triton(kernel, grid, values, addresses)
-    made_with = iter(kernel.descriptors)
+    encoders = iter(kernel.encoders)
     # Whoever wants to be told of launches, such as a profiler, is in these.
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     arguments: list[Any] = []
@@ -204,7 +219,7 @@ def find(launch: Launch) -> Started:
         if isinstance(value, Slot):
             pointers.append((len(arguments), value.base, value.offset))
         elif isinstance(value, Descriptor):
-            descriptors.append(_Encoded(len(arguments), value, next(made_with)))
+            descriptors.append(_Encoded(len(arguments), value, next(encoders)))
             arguments += (None, *value.shape, *value.strides)
             continue
         elif isinstance(value, tuple) and any(isinstance(x, Slot) for x in value):
@@ -229,21 +244,26 @@ def find(launch: Launch) -> Started:
 
 
 def run(launch: Launch) -> None:
-    """Start a launch of tensors on the current device."""
+    """Start a launch of tensors on the current device; a grid of 0 programs is none."""
+    if not launch.grid:
+        return
     device = torch._C._cuda_getDevice()
     kernel, values = _find(launch, device)
     hooks = knobs.runtime
-    if kernel.launch is None or None in kernel.descriptors or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+    if kernel.launch is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
         return
-    made_with = iter(kernel.descriptors)
+    encoders = iter(kernel.encoders)
     arguments: list[Any] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        kind = value.__class__
+        if kind is int or value is None:
+            arguments.append(value)
+        elif kind is Descriptor:
+            arguments += (next(encoders)(value.base.data_ptr(), value.shape, value.strides), *value.shape, *value.strides)
+        elif isinstance(value, torch.Tensor):
             arguments.append(value.data_ptr())
-        elif isinstance(value, Descriptor):
-            arguments += (_encode(_Placed(value, value.base.data_ptr()), next(made_with), *_MORE)[0], *value.shape, *value.strides)
-        elif value.__class__ is tuple:
+        elif kind is tuple:
             arguments.append(tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value]))
         else:
             arguments.append(value)

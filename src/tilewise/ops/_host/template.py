@@ -20,6 +20,9 @@ from tilewise.ops._host.slot import ALIGNMENT, Slot, Strides, contiguous_strides
 MOST_TEMPLATES = 1024
 # As torch aligns memory on a GPU.
 SHARED_ALIGNMENT = 512
+# What the code that torch.compile makes allocates with, a third of torch.empty's time. It fills no fresh memory, on whatever request.
+EMPTY_STRIDED: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+
 # A step as it runs: the call's tensors and their addresses, to read and to add to, and the stream.
 Run = Callable[[list[Any], list[int], int], None]
 
@@ -39,15 +42,20 @@ class _Allocation:
         self.function, self.slot = function, slot
         self.reads: list[int] = []
 
-    def runner(self) -> Run:
-        """The step as a template runs it."""
+    def runner(self, filled: bool) -> Run:
+        """The step as a template runs it, where torch fills fresh memory and where it does not."""
         function, shape, made, dtype, device = self.function, self.slot.shape, self.slot.base, self.slot.dtype, self.slot.device
+        strides, fresh = self.slot.stride(), EMPTY_STRIDED
 
         def run(tensors: list[Any], addresses: list[int], _stream: int) -> None:
             tensors[made] = x = function(shape, dtype=dtype, device=device)
             addresses[made] = x.data_ptr()
 
-        return run
+        def run_empty(tensors: list[Any], addresses: list[int], _stream: int) -> None:
+            tensors[made] = x = fresh(shape, strides, dtype)
+            addresses[made] = x.data_ptr()
+
+        return run if filled or function is not torch.empty or fresh is None else run_empty
 
 
 class _Shared:
@@ -56,16 +64,17 @@ class _Shared:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
 
-    def runner(self) -> Run:
+    def runner(self, filled: bool) -> Run:
         """The step as a template runs it."""
         places, size = [], 0
         for slot in self.slots:
             places.append((slot.base, size))
             size += -(-slot.numel() * slot.dtype.itemsize // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
-        holder, device, bytes_ = self.slots[0].base, self.slots[0].device, torch.uint8
+        holder, device, bytes_, fresh = self.slots[0].base, self.slots[0].device, torch.uint8, EMPTY_STRIDED
+        filled = filled or fresh is None
 
         def run(tensors: list[Any], addresses: list[int], _stream: int) -> None:
-            tensors[holder] = x = torch.empty(size, dtype=bytes_, device=device)
+            tensors[holder] = x = torch.empty(size, dtype=bytes_, device=device) if filled else fresh((size,), (1,), bytes_)
             address = x.data_ptr()
             for base, offset in places:
                 addresses[base] = address + offset
@@ -81,7 +90,7 @@ class _Computation:
         self.reads = [x.base for x in arguments if isinstance(x, Slot)]
         self._compared = False
 
-    def runner(self) -> Run:
+    def runner(self, _filled: bool) -> Run:
         """The step as a template runs it."""
         return self.run
 
@@ -153,8 +162,8 @@ class Template:
         self._result: Any = None
         # The last step that reads memory which is made here and not returned.
         self._last: dict[int, int] = {}
-        # The steps as they run on a GPU, once all kernels are known, each with what is freed after it.
-        self._runs: list[tuple[Run, list[int]]] | None = None
+        # The steps as they run on a GPU, each with what is freed after it; others where torch fills fresh memory.
+        self._runs: dict[bool, list[tuple[Run, list[int]]]] = {}
         # Where the results are whole tensors: which.
         self._outputs: list[int] | None = None
 
@@ -214,9 +223,10 @@ class Template:
         return fill(self._result, held)
 
     def _run_on_gpu(self, held: list[Any]) -> None:
-        runs = self._runs
+        filled = torch._C._get_deterministic_algorithms()
+        runs = self._runs.get(filled)
         if runs is None:
-            runs = self._runs = self._find_kernels()
+            runs = self._runs[filled] = self._find_kernels(filled)
         addresses = [x.data_ptr() for x in held[: self._given]] + [0] * (self._size - self._given)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for run, freed in runs:
@@ -224,17 +234,16 @@ class Template:
             for base in freed:
                 held[base] = None
 
-    def _find_kernels(self) -> list[tuple[Run, list[int]]]:
+    def _find_kernels(self, filled: bool) -> list[tuple[Run, list[int]]]:
         """The steps as they run on the current GPU, each with what is freed after it; compiles what is not compiled yet."""
         last = dict(self._last)
         runs: list[tuple[int, Run]] = []
         shared = self._share_memory(last)
         for i, step in enumerate(self.steps):
-            if i in shared:
-                if shared[i] is not None:
-                    runs.append((i, shared[i].runner()))
-            else:
-                runs.append((i, start.find(step.launch) if isinstance(step, _Start) else step.runner()))
+            if i not in shared:
+                runs.append((i, start.find(step.launch) if isinstance(step, _Start) else step.runner(filled)))
+            elif (memory := shared[i]) is not None:
+                runs.append((i, memory.runner(filled)))
         freed: dict[int, list[int]] = {}
         for base, i in last.items():
             freed.setdefault(i, []).append(base)

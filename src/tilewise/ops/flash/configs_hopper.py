@@ -106,6 +106,7 @@ def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def padded(channels: int) -> int:
     """Channels as a tile holds them."""
     return next(width for width in WIDTHS if channels <= width)
