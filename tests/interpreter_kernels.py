@@ -1,6 +1,8 @@
 """Kernels that show what Triton's interpreter makes of bf16; run by test_interpreter.py as `interpreter_kernels.py CHECK REPAIRED`."""
 
 import sys
+import threading
+import warnings
 
 import torch
 import triton
@@ -92,6 +94,46 @@ def types_kernel(x, y, z, out, SIZE: tl.constexpr):
     tl.store(out + o, parity + tl.sum(tl.zeros([SIZE, 2], tl.float32) + 1.0))
 
 
+@triton.jit
+def warnings_kernel(x, y, z, out, SIZE: tl.constexpr):
+    # Past fp32's largest number.
+    o = tl.arange(0, SIZE)
+    tl.store(out + o, tl.full([SIZE], 3e38, tl.float32) * 2.0)
+
+
+@triton.jit
+def place(o):
+    # A helper, for the language is patched again for each.
+    return o + tl.program_id(0)
+
+
+@triton.jit
+def programs_kernel(out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    for i in range(SIZE):
+        tl.store(out + tl.program_id(0) * SIZE + o, place(o) + tl.num_programs(0), mask=o == i)
+
+
+def check_threads() -> bool:
+    """Launches of two threads, of different grids, side by side; each writes numbers that tell its program and grid."""
+    sys.setswitchinterval(1e-5)
+    found = {}
+
+    def launch(programs: int) -> None:
+        for _ in range(3):
+            out = torch.zeros(programs, SIZE, dtype=torch.int32)
+            programs_kernel[(programs,)](out, SIZE=SIZE)
+            want = torch.arange(programs)[:, None] + torch.arange(SIZE) + programs
+            found.setdefault(programs, []).append(torch.equal(out.long(), want))
+
+    threads = [threading.Thread(target=launch, args=(programs,)) for programs in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [len(found.get(programs, [])) for programs in (3, 5)] == [3, 3] and all(map(all, found.values()))
+
+
 def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     row = slice(0, SIZE)
     a, b, c = x.flatten()[row], y.flatten()[row], z.flatten()[row]
@@ -106,6 +148,7 @@ def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> t
         "constant": lambda: a + 1.5,
         "where": lambda: torch.where(a > b, a, c),
         "range": lambda: a.float() * 3,
+        "warnings": lambda: torch.full((SIZE,), torch.inf),
         "types": lambda: torch.full((SIZE,), 2.0 * SIZE),
     }
     return results[check]()
@@ -116,10 +159,15 @@ def main(check: str, repaired: str) -> None:
         from tilewise import interpreter
 
         interpreter.repair()
+    if check == "threads":
+        print("right" if check_threads() else "wrong")
+        return
+    if check == "warnings":
+        warnings.simplefilter("error")
     generator = torch.Generator().manual_seed(0)
     x, y, z = (torch.randn(SIZE, SIZE, generator=generator).bfloat16() for _ in range(3))
     want = expected(check, x, y, z)
-    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range", "types") else torch.bfloat16)
+    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range", "types", "warnings") else torch.bfloat16)
     globals()[f"{check}_kernel"][(1,)](x, y, z, out, SIZE=SIZE)
     # Element-wise work agrees bit for bit; sums may differ in their order, a running sum in bf16 by one rounding.
     tolerance = {"dot": 1e-5, "range": 1e-6, "sum": 1e-6, "scan": 2**-8, "cumsum": 2**-8}.get(check, 0.0)

@@ -12,7 +12,7 @@ import pytest
 
 import mytorch
 import tilewise
-from tilewise import nn, trace, verify
+from tilewise import interpreter, nn, trace, verify
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -109,7 +109,7 @@ def test_the_first_call_prints_what_the_page_shows():
 
 
 def test_the_api_page_has_every_public_name():
-    modules = (tilewise, nn, verify, trace, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+    modules = (tilewise, nn, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
     public = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
     documented = [name for name in public if callable(getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]))]
     # A name for Tensor.cat, and classes of numbers that NumPy documents.

@@ -57,3 +57,17 @@ def test_types_that_are_kept_are_kept_apart():
     result = run("types", repaired=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "right"
+
+
+@pytest.mark.parametrize("check", ["threads", "warnings"])
+def test_launches_are_right_when_repaired(check):
+    """Those of two threads at once; those that overflow, with NumPy's warnings as errors."""
+    result = run(check, repaired=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "right"
+
+
+@pytest.mark.parametrize("check", ["threads", "warnings"])
+def test_launches_are_wrong_without_the_repair(check):
+    result = run(check, repaired=False)
+    assert result.returncode != 0 or result.stdout.strip() == "wrong"

@@ -75,6 +75,31 @@ def test_interpretation_is_chosen_before_a_conftest_imports_triton(project):
     run(project).assert_outcomes(passed=1)
 
 
+def test_kernels_that_no_operator_has_a_part_in_are_interpreted_right(project, monkeypatch):
+    """As Triton comes, bf16 is wrong; the project's tests need not import anything of tilewise."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    project.makeini("[pytest]\ntilewise_interpret = true\n")
+    project.makepyfile(
+        """
+        import torch, triton, triton.language as tl
+
+        @triton.jit
+        def double_kernel(x, out, SIZE: tl.constexpr):
+            o = tl.arange(0, SIZE)
+            b = tl.load(x + o)
+            tl.store(out + o, b + b)
+
+        def test_it():
+            x = torch.randn(16).bfloat16()
+            out = torch.empty_like(x)
+            double_kernel[(1,)](x, out, SIZE=16)
+            assert torch.equal(out, x + x)
+        """
+    )
+    run(project).assert_outcomes(passed=1)
+
+
 def test_without_the_setting_nothing_is_chosen(project, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     project.makepyfile("import os\ndef test_it(): assert 'TRITON_INTERPRET' not in os.environ")

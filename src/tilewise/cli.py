@@ -40,7 +40,7 @@ def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
 
 @app.callback()
 def _start() -> None:
-    # Without torch only doctor runs, to say so.
+    # Where there is no GPU, kernels are interpreted in this process, repaired. Without torch only doctor runs, to say so.
     if importlib.util.find_spec("torch") is not None:
         interpreter.use_where_no_gpu()
 

@@ -1,51 +1,120 @@
 """Triton's interpreter, repaired: kernels on CPU tensors, in NumPy, for machines without a GPU.
 
-As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, sorts 256 numbers in a second, and with NumPy 2.4 fails on
-`range(tensor)` (3.6).
-`use_where_no_gpu` chooses interpretation for this process, before triton is imported; `repair` mends it, after.
+As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, sorts 256 numbers in a second, fails
+on `range(tensor)` with NumPy 2.4 (3.6), and mixes up launches of two threads.
+
+The repair changes Triton for the whole process, so it happens only where a process interprets kernels: Triton reads
+TRITON_INTERPRET when it is imported, and what it decided then holds. Three places repair: `use_where_no_gpu`, which the
+command line and the pytest plugin call; an explicit `repair`; and the operators, when they are imported in a process
+that interprets. A process that compiles for a GPU is never changed: there `repair` raises.
 """
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+__all__ = ["interpreting", "quiet", "repair", "use_where_no_gpu"]
+
+_VARIABLE = "TRITON_INTERPRET"
+_repairing = threading.Lock()
+_repaired = _set_here = False
+
 
 def use_where_no_gpu() -> bool:
-    """Have triton interpret kernels where torch sees no GPU. Call before anything imports triton; returns whether kernels are interpreted.
+    """Have Triton interpret kernels where torch sees no GPU, and repair its interpreter.
 
-    A TRITON_INTERPRET that is already set is left as it is.
+    Call it before anything imports triton, which reads TRITON_INTERPRET only then. A TRITON_INTERPRET that is already
+    set is left as it is. Without triton, or with a GPU, nothing happens.
+
+    Returns:
+        Whether this process interprets kernels.
+
+    Raises:
+        RuntimeError: where kernels should be interpreted and triton was imported to compile them.
     """
-    if "TRITON_INTERPRET" not in os.environ:
-        import torch
+    global _set_here
+    if not _has_triton() or not _wanted():
+        return False
+    if "triton" in sys.modules and not interpreting():
+        raise RuntimeError(
+            "triton is already imported, and reads TRITON_INTERPRET only then: "
+            "call tilewise.interpreter.use_where_no_gpu() first, or set TRITON_INTERPRET=1 in the environment"
+        )
+    if _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = "1"
+        _set_here = True
+    repair()
+    return True
 
-        if torch.cuda.is_available():
-            return False
-        if "triton" in sys.modules:
-            raise RuntimeError(
-                "triton is already imported, and reads TRITON_INTERPRET only then: call tilewise.interpreter.use_where_no_gpu() first, "
-                "or set TRITON_INTERPRET=1 in the environment"
-            )
-        os.environ["TRITON_INTERPRET"] = "1"
-    return os.environ["TRITON_INTERPRET"].lower() in ("1", "true", "on", "yes", "y")
+
+def _has_triton() -> bool:
+    try:
+        return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+    except ImportError:
+        # Something keeps it from being imported.
+        return False
 
 
-@functools.cache
+def _wanted() -> bool:
+    if _VARIABLE in os.environ:
+        return os.environ[_VARIABLE].lower() in ("1", "true", "on", "yes", "y")
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def set_here() -> bool:
+    """Whether `use_where_no_gpu` set TRITON_INTERPRET in this process, and not the user."""
+    return _set_here
+
+
+def interpreting() -> bool:
+    """Whether Triton was imported to interpret kernels, whatever TRITON_INTERPRET says by now.
+
+    Triton decides for each function when it is defined: the functions of its own library were, when it was imported.
+    """
+    from triton.language import standard
+
+    return any(type(value).__name__ == "InterpretedFunction" for value in vars(standard).values())
+
+
 def repair() -> None:
-    """Mend the interpreter of this process; a second call does nothing."""
-    _repair_range()
-    _repair_bf16_arithmetic()
-    _repair_bf16_reductions()
-    _hasten_sort()
-    _hasten_helpers()
-    _hasten_types()
+    """Repair the interpreter of this process, once: a second call does nothing.
+
+    Raises:
+        RuntimeError: where this process compiles kernels. The repair replaces parts of Triton that compiling needs.
+    """
+    global _repaired
+    with _repairing:
+        if _repaired:
+            return
+        if not interpreting():
+            raise RuntimeError(
+                "this process compiles kernels, and repairing the interpreter would break that: set TRITON_INTERPRET=1 "
+                "before triton is imported to interpret them"
+            )
+        _repair_range()
+        _repair_bf16_arithmetic()
+        _repair_bf16_reductions()
+        _speed_up_sort()
+        _speed_up_helpers()
+        _speed_up_types()
+        # Around all that a launch does, the bookkeeping of the helpers included.
+        _repair_launches()
+        _repaired = True
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Overflow to infinity and the like without NumPy's warnings, as on a GPU."""
+    """Overflow to infinity and the like without NumPy's warnings, as on a GPU; in this thread alone.
+
+    Repaired, the interpreter runs every launch like this.
+    """
     import numpy as np
 
     with np.errstate(all="ignore"):
@@ -66,7 +135,26 @@ def _repair_range() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
-def _hasten_sort() -> None:
+def _repair_launches() -> None:
+    """One launch at a time, without NumPy's warnings.
+
+    A launch's grid and program, and the language that it patches, are one for the process: two threads would read each
+    other's program numbers, and the first to end would take the language away from the other.
+    """
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+    # A hook before a launch may launch too.
+    launching = threading.RLock()
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        with launching, quiet():
+            return launch(self, *arguments, **named)
+
+    interpreter.GridExecutor.__call__ = call
+
+
+def _speed_up_sort() -> None:
     """tl.sort with NumPy's own: step by step as a GPU sorts, 256 elements take a second."""
     import numpy as np
     import triton.language as tl
@@ -85,8 +173,9 @@ def _hasten_sort() -> None:
     tl.sort = sort
 
 
-def _hasten_helpers() -> None:
-    """Calls of one jitted function from another: each would patch triton's language anew, which takes longer than most helpers do.
+def _speed_up_helpers() -> None:
+    """Calls of one jitted function from another: each would patch triton's language again, which takes longer than
+    most helpers do.
 
     The launch has patched it already, unless the helper sees the language under another name.
     """
@@ -117,8 +206,8 @@ def _hasten_helpers() -> None:
     interpreter.GridExecutor.__call__ = call
 
 
-def _hasten_types() -> None:
-    """What is worked out anew for every value though it follows from its type: together more than half of the time.
+def _speed_up_types() -> None:
+    """What is recomputed for every value though it follows from its type: together more than half of the time.
 
     Sums of integers are also computed in 64 bits, for an assertion that only debugging makes.
     """

@@ -4,8 +4,8 @@
     def test_my_attention(tilewise_check):
         tilewise_check(my_attention)
 
-One test a case and dtype. With `tilewise_interpret = true` in pytest's settings, Triton interprets kernels where there is no GPU: that is decided
-here, before any conftest or test can import triton.
+One test a case and dtype. With `tilewise_interpret = true` in pytest's settings, Triton interprets kernels where there
+is no GPU, and its interpreter is repaired: that is decided here, before any conftest or test can import triton.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Choose interpretation first of all."""
+    """Choose interpretation first of all, repaired for kernels that no operator of ours has a part in too."""
     if early_config.getini("tilewise_interpret"):
         interpreter.use_where_no_gpu()
 
