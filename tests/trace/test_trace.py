@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,36 @@ def test_recording_changes_nothing_and_ends():
     assert {"b_s", "m_new", "acc"} <= {event.name for event in recording.events}
     flash_attention(q, q, q, backend="triton")
     assert len(recording.events) == count
+
+
+def test_a_recording_is_this_threads_alone():
+    """Another thread's launches are neither recorded nor lost, and recordings of two threads may overlap."""
+    from tilewise import flash_attention
+
+    q = torch.randn(1, 20, 1, 16)
+    plain = flash_attention(q, q, q, backend="triton")
+    entered, left = threading.Event(), threading.Event()
+    results, found = [], []
+
+    def other():
+        results.append(flash_attention(q, q, q, backend="triton"))
+        with record(0) as recording:
+            entered.set()
+            assert left.wait(60)
+            results.append(flash_attention(q, q, q, backend="triton"))
+        found.append(recording)
+
+    with record(0) as mine:
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(60)
+        assert mine.events == []
+        results.append(flash_attention(q, q, q, backend="triton"))
+    left.set()
+    thread.join()
+    assert all(torch.equal(result, plain) for result in results)
+    assert mine.kernels == found[0].kernels == ["flash_fwd_kernel"]
+    assert len(mine.events) == len(found[0].events) > 0
 
 
 def test_each_kernel_has_the_program_that_is_asked_for():

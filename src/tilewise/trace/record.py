@@ -6,7 +6,9 @@ each turn and the end of each loop; values are only looked at, never changed.
 
 import ast
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,49 +54,71 @@ class Recording:
             self.events.append(Event(len(self.kernels) - 1, function, name, line, plain))
 
 
-_active: list[Recording] = []
+# Of this context: launches of other threads run as they are.
+_active: ContextVar[Recording | None] = ContextVar("tilewise_recording", default=None)
+_installing = threading.Lock()
+_installed = False
 
 
 @contextlib.contextmanager
 def record(program: int | Mapping[str, int] = 0) -> Iterator[Recording]:
-    """Inside, kernels that are launched interpreted are recorded: their program number `program` (x fastest, then y, then z).
+    """Inside, kernels that this context launches interpreted are recorded: their program number `program` (x fastest,
+    then y, then z). What other threads launch meanwhile is not.
 
-    A mapping gives a number for each kernel by name; others are not recorded then.
+    A mapping gives a number for each kernel by name; others are not recorded then. A RuntimeError says that this
+    process compiles kernels: there is nothing to record.
     """
-    from triton.runtime import interpreter
-
-    # First of all: what is put aside here and put back at the end is then the mended interpreter.
-    repair()
+    _install()
     recording = Recording(program)
-    transform, launch = interpreter.FunctionRewriter._transform_ast, interpreter.GridExecutor.__call__
-    cached = dict(interpreter.InterpretedFunction.rewritten_fn)
-
-    def recorded_transform(self: Any, source: Any) -> Any:
-        return ast.fix_missing_locations(_Recorder().visit(transform(self, source)))
-
-    def recorded_launch(self: Any, *arguments: Any, **named: Any) -> Any:
-        recording.kernels.append(self.fn.__name__)
-        return launch(self, *arguments, **named)
-
-    # The rewriter copies this module's names into a kernel's own.
-    setattr(interpreter, _HOOK, _dispatch)
-    interpreter.FunctionRewriter._transform_ast = recorded_transform
-    interpreter.GridExecutor.__call__ = recorded_launch
-    interpreter.InterpretedFunction.rewritten_fn.clear()
-    _active.append(recording)
+    token = _active.set(recording)
     try:
         yield recording
     finally:
-        _active.pop()
-        interpreter.FunctionRewriter._transform_ast = transform
-        interpreter.GridExecutor.__call__ = launch
-        interpreter.InterpretedFunction.rewritten_fn.clear()
-        interpreter.InterpretedFunction.rewritten_fn.update(cached)
+        _active.reset(token)
+
+
+def _install() -> None:
+    """Have the interpreter ask, at each launch and each call of a helper, whether this context records.
+
+    Once and for good: taken away at the end of a recording, it would be taken from another thread's too.
+    """
+    global _installed
+    from triton.runtime import interpreter
+
+    repair()
+    with _installing:
+        if _installed:
+            return
+        rewrite, launch = interpreter.InterpretedFunction.rewrite, interpreter.GridExecutor.__call__
+        rewritten: dict[Any, Any] = {}
+
+        class Rewriter(interpreter.FunctionRewriter):  # type: ignore[misc]
+            def _transform_ast(self, source: Any) -> Any:
+                return ast.fix_missing_locations(_Recorder().visit(super()._transform_ast(source)))
+
+        def recorded_rewrite(self: Any) -> Any:
+            if _active.get() is None:
+                return rewrite(self)
+            if self.fn not in rewritten:
+                self.fn.__globals__[_HOOK] = _dispatch
+                rewritten[self.fn] = Rewriter(self.fn, **self.kwargs).rewrite_ast()
+            return rewritten[self.fn]
+
+        def recorded_launch(self: Any, *arguments: Any, **named: Any) -> Any:
+            recording = _active.get()
+            if recording is not None:
+                recording.kernels.append(self.fn.__name__)
+            return launch(self, *arguments, **named)
+
+        interpreter.InterpretedFunction.rewrite = recorded_rewrite
+        interpreter.GridExecutor.__call__ = recorded_launch
+        _installed = True
 
 
 def _dispatch(function: str, name: str, value: Any, line: int) -> None:
-    if _active:
-        _active[-1].hit(function, name, value, line)
+    recording = _active.get()
+    if recording is not None:
+        recording.hit(function, name, value, line)
 
 
 def _program() -> int:
