@@ -39,7 +39,7 @@ def _peak(call: Callable[[], object], device: torch.device) -> int:
     # Longer inputs occupy more threads, each with memory of its own: that is not growth of the method.
     torch.set_num_threads(1)
     try:
-        with _no_output(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+        with _profile() as profile:
             first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
             call()
             del first
@@ -79,8 +79,21 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _profile() -> Iterator[Any]:
+    """torch's profiler of memory, without the messages that it writes past Python as it starts and stops."""
+    profile = torch.autograd.profiler.profile(profile_memory=True)
+    with _no_output():
+        profile.__enter__()
+    try:
+        yield profile
+    finally:
+        with _no_output():
+            profile.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
 def _no_output() -> Iterator[None]:
-    """The profiler's own messages, which it writes past Python, are left out."""
+    """For the whole process, and so for a moment only: what other threads print meanwhile is lost."""
     saved = [os.dup(number) for number in (1, 2)]
     with open(os.devnull, "wb") as nowhere:
         for number in (1, 2):

@@ -1,8 +1,8 @@
 """Fresh memory under watch: every tensor that Python code allocates holds NaN until written, and has guards that show a write beyond its ends."""
 
 import functools
+import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,27 +14,31 @@ _FACTORIES = {
     torch: {"empty": True, "empty_like": True, "empty_strided": True, "zeros": False, "zeros_like": False, "full": False, "full_like": False},
     torch.Tensor: {"new_empty": True, "new_empty_strided": True, "new_zeros": False, "new_full": False},
 }
+# Where torch keeps the watch of a thread: it takes such objects along to the threads that run a backward.
+_KEY = "tilewise.verify.watch"
+_installing = threading.Lock()
+_originals: list[tuple[Any, str, Any]] = []
+_watches = 0
 
 
 class Watch:
-    """Inside `with Watch() as watch`, allocations are watched, on all threads; `fill` is what unwritten memory holds."""
+    """Inside `with Watch() as watch`, what this thread allocates is watched, and what its backward allocates in torch's
+    own threads; other threads are not. `fill` is what unwritten memory holds.
+    """
 
     def __init__(self, fill: float = torch.nan) -> None:
         self._fill = fill
         self._allocations: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
-        self._originals: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
-        for owner, names in _FACTORIES.items():
-            for name, unwritten in names.items():
-                original = getattr(owner, name)
-                self._originals.append((owner, name, original))
-                setattr(owner, name, self._watched(original, unwritten))
+        _install()
+        self._outer = _current()
+        torch._C._stash_obj_in_tls(_KEY, self)
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
+    def __exit__(self, *_: object) -> None:
+        torch._C._stash_obj_in_tls(_KEY, self._outer)
+        _uninstall()
 
     def overrun(self) -> str:
         """What was written beyond the ends of an allocation; empty where nothing was."""
@@ -50,15 +54,8 @@ class Watch:
                 return f"{before} elements before and {after} after a tensor of shape {list(shape)} were written"
         return ""
 
-    def _watched(self, original: Callable[..., torch.Tensor], unwritten: bool) -> Callable[..., torch.Tensor]:
-        @functools.wraps(original)
-        def allocate(*arguments: Any, **named: Any) -> torch.Tensor:
-            fresh = original(*arguments, **named)
-            return self._guard(fresh, unwritten) if _is_plain(fresh) and not named.get("pin_memory") and named.get("out") is None else fresh
-
-        return allocate
-
-    def _guard(self, fresh: torch.Tensor, unwritten: bool) -> torch.Tensor:
+    def guard(self, fresh: torch.Tensor, unwritten: bool) -> torch.Tensor:
+        """The same tensor in memory with guards, unwritten or with its values."""
         shape, strides = fresh.shape, fresh.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if fresh.numel() else 0
         # The pattern is made from the fresh tensor by an operation that is not watched itself.
@@ -70,6 +67,50 @@ class Watch:
                 fresh.copy_(values)
         self._allocations.append((memory, span, tuple(shape)))
         return fresh
+
+
+def _current() -> Watch | None:
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+
+
+def _install() -> None:
+    """While anyone watches, torch's factories ask who does. Watches of threads may overlap: the last takes it away."""
+    global _watches
+    with _installing:
+        _watches += 1
+        if _watches > 1:
+            return
+        for owner, names in _FACTORIES.items():
+            for name, unwritten in names.items():
+                _originals.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, _watched(getattr(owner, name), unwritten))
+
+
+def _uninstall() -> None:
+    global _watches
+    with _installing:
+        _watches -= 1
+        if _watches == 0:
+            for owner, name, original in _originals:
+                if original is None:
+                    # It came from a base class.
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+            _originals.clear()
+
+
+def _watched(original: Callable[..., torch.Tensor], unwritten: bool) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def allocate(*arguments: Any, **named: Any) -> torch.Tensor:
+        fresh = original(*arguments, **named)
+        # Not while torch.compile traces, which cannot look at what a thread keeps.
+        watch = None if torch.compiler.is_compiling() else _current()
+        if watch is None or not _is_plain(fresh) or named.get("pin_memory") or named.get("out") is not None:
+            return fresh
+        return watch.guard(fresh, unwritten)
+
+    return allocate
 
 
 def _is_plain(x: torch.Tensor) -> bool:
