@@ -1,6 +1,5 @@
 """The launches of every operator at virtual sizes: 10 million tokens, many heads, strides far apart. Tensors have shapes and no memory."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,6 @@ from tilewise.ops.bsa import launch as bsa
 from tilewise.ops.bsa.options import Options
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.hstu import launch as hstu
-from tilewise.ops.nsa import index
 from tilewise.ops.nsa import launch as nsa
 from tilewise.ops.nsa.sizes import Sizes, mean_windows
 
@@ -37,7 +35,7 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """What it launches, of each kernel, with each set of constants and optional arguments, the first and the last."""
-        with capture(self.architecture) as found, _few_chunks():
+        with capture(self.architecture) as found:
             self.call()
         ends: dict[Any, list[Launch]] = {}
         for launch in found:
@@ -51,22 +49,6 @@ class Case:
 def cases(part: str) -> Iterator[Case]:
     """The cases of one part of an operator, see PARTS."""
     yield from _CASES[part]()
-
-
-@contextlib.contextmanager
-def _few_chunks() -> Iterator[None]:
-    """Tokens that come in chunks by the thousand are launched for the first and the last chunk alone."""
-    chunks = index.chunks
-
-    def ends(named: index.Named, bytes_a_token: int) -> list[index.Chunk]:
-        found = chunks(named, bytes_a_token)
-        return [*found[:1], *found[1:][-1:]]
-
-    index.chunks = ends
-    try:
-        yield
-    finally:
-        index.chunks = chunks
 
 
 def _rows(heads: int, *, packed: bool = False, batch: int = 2, tokens: int = TOKENS, stride: int = 0) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """One launch: whether a GPU can launch it, and chosen programs interpreted with every 32-bit number and every address checked.
 
-Interpreting needs a process that interprets kernels.
+Interpreting needs a process that interprets kernels, and one that does nothing else meanwhile: Triton's interpreter is
+changed for as long as a launch is audited.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tilewise.inspect.audit_memory import Table, VirtualMemory
-from tilewise.interpreter import quiet, repair
+from tilewise.interpreter import repair
 from tilewise.ops._host.launching import Launch
 
 # A loop of more steps runs its first, its middle and its last: numbers that follow from the loop's own are largest at its ends.
@@ -58,7 +59,8 @@ def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
     memory = VirtualMemory(interpreter._interpreter, report)
     arguments = memory.place(launch.arguments, tables)
     programs = sorted({0, min(1, launch.grid - 1), launch.grid // 2, launch.grid - 1})
-    with _checked_numbers(report), _sampled_loops(), _programs(programs, launch.grid), _replaced(interpreter, "_interpreter", memory), quiet():
+    virtual = _replaced(interpreter, "_interpreter", memory)
+    with _checked_numbers(report), _sampled_loops(), _programs(programs, launch.grid), virtual:
         executor = _Executor(launch.kernel.rewrite(), launch.kernel.arg_names, (len(programs),))
         try:
             executor(**arguments)
