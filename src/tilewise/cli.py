@@ -244,14 +244,23 @@ def inspect(
 
 
 @app.command()
-def doctor(json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None) -> None:
+def doctor(
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Instead: one block for a bug report, without paths.")] = False,
+) -> None:
     """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding. Exit code 1: a problem; 2: wrong usage."""
     from json import dumps
 
     from tilewise.doctor import as_json, examine, print_findings
+    from tilewise.doctor import report as block
 
+    if report:
+        # As it is: a terminal's width must not break lines that are pasted elsewhere.
+        typer.echo(block())
+        if json is None:
+            return
     findings, console = examine(), _console()
-    healthy = print_findings(findings, console)
+    healthy = report or print_findings(findings, console)
     if json:
         try:
             json.write_text(dumps(as_json(findings), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """What a result was made with: versions, the device, and how kernels ran."""
 
-import importlib.metadata
 import platform
 
-from tilewise.doctor import nvidia_smi
+from tilewise.doctor import families, nvidia_smi
+from tilewise.doctor.finding import MISSING, version_of
 
 
 def environment() -> dict[str, str]:
@@ -14,7 +14,8 @@ def environment() -> dict[str, str]:
     from tilewise.ops._host.backend import interpreting
 
     found = {"tilewise": tilewise.__version__, "python": platform.python_version()}
-    found |= {package: importlib.metadata.version(package) for package in ("torch", "triton", "numpy")}
+    packages = ("torch", "triton", "numpy")
+    found |= {name: version_of(name) if families.is_there(name) else MISSING for name in packages}
     gpu = torch.cuda.is_available()
     found["device"] = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     found["kernels"] = "interpreted" if interpreting() else "compiled"

@@ -1,6 +1,5 @@
 """`tilewise doctor`: what is on this machine, how kernels will run, and what to do about each finding."""
 
-import importlib.util
 import platform
 import re
 import subprocess
@@ -9,11 +8,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tilewise.doctor import gpu, machine
+from tilewise.doctor import families, gpu, machine
+from tilewise.doctor.bug_report import report
 from tilewise.doctor.finding import MISSING, Finding, version_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+__all__ = ["Finding", "as_json", "examine", "print_findings", "report"]
 
 MINIMUM = {"torch": (2, 10), "triton": (3, 6)}
 
@@ -21,15 +23,15 @@ MINIMUM = {"torch": (2, 10), "triton": (3, 6)}
 def examine(probe: bool = True) -> list[Finding]:
     """Look at everything, in the order in which one would ask; without `probe` at what takes no time."""
     findings = [Finding("python", platform.python_version()), *_versions()]
-    if any(finding.found == MISSING for finding in findings):
+    if any(finding.subject == "torch" and finding.found == MISSING for finding in findings):
         return findings
+    findings += [*machine.packages(), *gpu.gpus(), *gpu.states(), *gpu.baselines()]
+    if families.triton_off():
+        return [*findings, families.hopper(), *machine.variables(), machine.threads()]
     return [
         *findings,
-        *machine.packages(),
-        *gpu.gpus(),
-        *gpu.states(),
-        *gpu.baselines(),
         _mode(),
+        families.hopper(),
         *machine.variables(),
         machine.compiler(),
         gpu.ptxas(),
@@ -67,12 +69,23 @@ def _number(version: str) -> tuple[int, ...]:
 def _versions() -> Iterable[Finding]:
     for package, minimum in MINIMUM.items():
         needed = ".".join(map(str, minimum))
-        if importlib.util.find_spec(package) is None:
-            yield Finding(package, MISSING, "problem", f"pip install '{package}>={needed}'")
+        if not families.is_there(package):
+            yield _missing(package, needed)
+            continue
+        if package == "triton" and (why := families.triton_off()):
+            advice = f"pip install --force-reinstall '{package}>={needed}'"
+            yield Finding(package, f"{version_of(package)}: {why}", "problem", advice)
             continue
         version = version_of(package)
         old = _number(version) < minimum
         yield Finding(package, version, "problem" if old else "ok", f"tilewise needs {needed} or newer: pip install -U {package}" if old else "")
+
+
+def _missing(package: str, needed: str) -> Finding:
+    if package == "triton" and platform.system() != "Linux":
+        # There is none to install: references and CPU backends are what runs there.
+        return Finding(package, MISSING, "note", "no kernel runs without it: use backend='cpu' or backend='reference'")
+    return Finding(package, MISSING, "problem", f"pip install '{package}>={needed}'")
 
 
 def _mode() -> Finding:

@@ -14,12 +14,12 @@ def gpus() -> Iterator[Finding]:
     """The GPUs that torch sees, or why it sees none."""
     import torch
 
-    from tilewise.ops._host.backend import MINIMUM_CAPABILITY
-
     if not torch.cuda.is_available():
         reason = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Finding("GPU", f"none ({reason})", "note", "nothing, unless there is one: then install a CUDA build of torch and its driver")
         return
+    from tilewise.ops._host.backend import MINIMUM_CAPABILITY
+
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
