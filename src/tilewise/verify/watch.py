@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from tilewise.ops._host import backend
 from tilewise.verify.problem import GUARD
 
 # What torch calls fresh memory, and whether its contents are the caller's to write.
@@ -14,8 +15,7 @@ _FACTORIES = {
     torch: {"empty": True, "empty_like": True, "empty_strided": True, "zeros": False, "zeros_like": False, "full": False, "full_like": False},
     torch.Tensor: {"new_empty": True, "new_empty_strided": True, "new_zeros": False, "new_full": False},
 }
-# Where torch keeps the watch of a thread: it takes such objects along to the threads that run a backward.
-_KEY = "tilewise.verify.watch"
+_KEY = backend.WATCH
 _installing = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
 _watches = 0

@@ -20,7 +20,8 @@ MINIMUM_CAPABILITY = (8, 0)
 
 # Triton decides when a kernel is defined, so once for a process.
 HAS_TRITON = triton is not None
-_INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
+# By a function of Triton's own: the variable may have been set or unset since.
+_INTERPRETING = HAS_TRITON and any(type(x).__name__ == "InterpretedFunction" for x in vars(triton.language.standard).values())
 
 
 def interpreting() -> bool:
@@ -97,6 +98,15 @@ def collected() -> list[Any] | None:
 def observed() -> bool:
     """Whether launches are collected rather than run, or tiles are those of another architecture than the device's."""
     return _collected.get() is not None or _as_if.get() is not None
+
+
+# Where torch keeps an object of a thread that watches over fresh memory: it takes such objects along to the threads that run a backward.
+WATCH = "tilewise.watch"
+
+
+def watched() -> bool:
+    """Whether this thread's allocations are watched: they all go through torch's functions then, one by one."""
+    return torch._C._is_key_in_tls(WATCH) and torch._C._get_obj_in_tls(WATCH) is not None
 
 
 def asked() -> contextvars.Context | None:

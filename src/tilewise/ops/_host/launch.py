@@ -23,7 +23,8 @@ class Descriptor(NamedTuple):
         shape, strides, block_shape = list(self.shape), list(self.strides), list(self.block_shape)
         if self.layout is None:
             return TensorDescriptor(self.base, shape, strides, block_shape)
-        return gluon.TensorDescriptor(self.base, shape, strides, block_shape, self.layout)
+        of_gluon: Any = gluon.TensorDescriptor
+        return of_gluon(self.base, shape, strides, block_shape, self.layout)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tilewise import interpreter
 from tilewise.ops._host import backend, start
 from tilewise.ops._host.launch import Descriptor as Descriptor
 from tilewise.ops._host.launch import Launch as Launch
 
 if backend.interpreting():
     # Interpretation was asked for before Triton was imported: then Triton's interpreter is what kernels run through here.
+    from tilewise import interpreter
+
     interpreter.repair()
 
 
@@ -37,9 +38,8 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
             with torch.cuda.device(device):
                 run_all(launches, device)
     else:
-        with interpreter.quiet():
-            for launch in launches:
-                launch.run()
+        for launch in launches:
+            launch.run()
 
 
 def power_of_2(number: int) -> int:

@@ -68,11 +68,11 @@ class Slot:
 
     def new_empty(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
         """Fresh memory beside this tensor."""
-        return self.template.allocate(torch.empty, tuple(shape), dtype or self.dtype)
+        return self.template.allocate("empty", tuple(shape), dtype or self.dtype)
 
     def new_zeros(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
         """The same, cleared."""
-        return self.template.allocate(torch.zeros, tuple(shape), dtype or self.dtype)
+        return self.template.allocate("zeros", tuple(shape), dtype or self.dtype)
 
     def contiguous(self) -> "Slot":
         """Itself where it is, else a copy."""

@@ -36,26 +36,26 @@ def emit(beside: Any, *launches: Launch) -> None:
 
 
 class _Allocation:
-    """Fresh memory, by its name in torch: what fills fresh memory in tests fills this too."""
+    """Fresh memory, from a function of torch's: `empty` or `zeros`."""
 
-    def __init__(self, function: Callable[..., Any], slot: Slot) -> None:
+    def __init__(self, function: str, slot: Slot) -> None:
         self.function, self.slot = function, slot
         self.reads: list[int] = []
 
-    def runner(self, filled: bool) -> Run:
-        """The step as a template runs it, where torch fills fresh memory and where it does not."""
+    def runner(self, careful: bool) -> Run:
+        """The step as a template runs it; careful, by the function's name in torch, where a watch over fresh memory sees it."""
         function, shape, made, dtype, device = self.function, self.slot.shape, self.slot.base, self.slot.dtype, self.slot.device
         strides, fresh = self.slot.stride(), EMPTY_STRIDED
 
         def run(tensors: list[Any], addresses: list[int], _stream: int) -> None:
-            tensors[made] = x = function(shape, dtype=dtype, device=device)
+            tensors[made] = x = getattr(torch, function)(shape, dtype=dtype, device=device)
             addresses[made] = x.data_ptr()
 
         def run_empty(tensors: list[Any], addresses: list[int], _stream: int) -> None:
             tensors[made] = x = fresh(shape, strides, dtype)
             addresses[made] = x.data_ptr()
 
-        return run if filled or function is not torch.empty or fresh is None else run_empty
+        return run if careful or function != "empty" or fresh is None else run_empty
 
 
 class _Shared:
@@ -64,17 +64,16 @@ class _Shared:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
 
-    def runner(self, filled: bool) -> Run:
+    def runner(self) -> Run:
         """The step as a template runs it."""
         places, size = [], 0
         for slot in self.slots:
             places.append((slot.base, size))
             size += -(-slot.numel() * slot.dtype.itemsize // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         holder, device, bytes_, fresh = self.slots[0].base, self.slots[0].device, torch.uint8, EMPTY_STRIDED
-        filled = filled or fresh is None
 
         def run(tensors: list[Any], addresses: list[int], _stream: int) -> None:
-            tensors[holder] = x = torch.empty(size, dtype=bytes_, device=device) if filled else fresh((size,), (1,), bytes_)
+            tensors[holder] = x = fresh((size,), (1,), bytes_) if fresh else torch.empty(size, dtype=bytes_, device=device)
             address = x.data_ptr()
             for base, offset in places:
                 addresses[base] = address + offset
@@ -90,7 +89,7 @@ class _Computation:
         self.reads = [x.base for x in arguments if isinstance(x, Slot)]
         self._compared = False
 
-    def runner(self, _filled: bool) -> Run:
+    def runner(self, _careful: bool) -> Run:
         """The step as a template runs it."""
         return self.run
 
@@ -162,7 +161,7 @@ class Template:
         self._result: Any = None
         # The last step that reads memory which is made here and not returned.
         self._last: dict[int, int] = {}
-        # The steps as they run on a GPU, each with what is freed after it; others where torch fills fresh memory.
+        # The steps as they run on a GPU, each with what is freed after it; others where allocations are filled or watched.
         self._runs: dict[bool, list[tuple[Run, list[int]]]] = {}
         # Where the results are whole tensors: which.
         self._outputs: list[int] | None = None
@@ -176,8 +175,8 @@ class Template:
         self._size += 1
         return Slot(self, self._size - 1, shape, strides, dtype, address)
 
-    def allocate(self, function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """Fresh memory from torch.empty or torch.zeros, which begins at a multiple of ALIGNMENT."""
+    def allocate(self, function: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+        """Fresh memory from torch's `empty` or `zeros`, which begins at a multiple of ALIGNMENT."""
         slot = self._slot(shape, contiguous_strides(shape), dtype)
         self.steps.append(_Allocation(function, slot))
         return slot
@@ -223,10 +222,11 @@ class Template:
         return fill(self._result, held)
 
     def _run_on_gpu(self, held: list[Any]) -> None:
-        filled = torch._C._get_deterministic_algorithms()
-        runs = self._runs.get(filled)
+        # Where torch fills fresh memory on request, and where it is watched.
+        careful = torch._C._get_deterministic_algorithms() or backend.watched()
+        runs = self._runs.get(careful)
         if runs is None:
-            runs = self._runs[filled] = self._find_kernels(filled)
+            runs = self._runs[careful] = self._find_kernels(careful)
         addresses = [x.data_ptr() for x in held[: self._given]] + [0] * (self._size - self._given)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for run, freed in runs:
@@ -234,16 +234,16 @@ class Template:
             for base in freed:
                 held[base] = None
 
-    def _find_kernels(self, filled: bool) -> list[tuple[Run, list[int]]]:
+    def _find_kernels(self, careful: bool) -> list[tuple[Run, list[int]]]:
         """The steps as they run on the current GPU, each with what is freed after it; compiles what is not compiled yet."""
         last = dict(self._last)
         runs: list[tuple[int, Run]] = []
-        shared = self._share_memory(last)
+        shared = {} if careful else self._share_memory(last)
         for i, step in enumerate(self.steps):
             if i not in shared:
-                runs.append((i, start.find(step.launch) if isinstance(step, _Start) else step.runner(filled)))
+                runs.append((i, start.find(step.launch) if isinstance(step, _Start) else step.runner(careful)))
             elif (memory := shared[i]) is not None:
-                runs.append((i, memory.runner(filled)))
+                runs.append((i, memory.runner()))
         freed: dict[int, list[int]] = {}
         for base, i in last.items():
             freed.setdefault(i, []).append(base)
@@ -274,7 +274,7 @@ class Template:
         for i, step in enumerate(self.steps):
             if isinstance(step, _Allocation):
                 base = step.slot.base
-                if step.function is torch.empty and base in last and base not in elsewhere:
+                if step.function == "empty" and base in last and base not in elsewhere:
                     group.append(i)
             else:
                 close()
