@@ -4,6 +4,7 @@ Triton binds and specialises every argument anew at each launch, some 40 µs for
 put addresses into a list and call the launcher that Triton made.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,17 +27,16 @@ Launcher = Callable[[int, int, list[Any]], None]
 MOST_COMPILED = 4096
 # Encoded descriptors that a launch keeps, by address.
 MOST_ENCODED = 64
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 class _Signature:
     """A kernel's parameters: constants, whose values count, and arguments, with whether Triton looks at a whole number's value."""
 
     def __init__(self, kernel: Any) -> None:
-        names = [x.name for x in kernel.params]
-        self.values = operator.itemgetter(*names)
+        self.values = operator.itemgetter(*(x.name for x in kernel.params))
+        constants = [x.name for x in kernel.params if x.is_constexpr]
+        self.constants: Callable[[Mapping[str, Any]], Any] = operator.itemgetter(*constants) if constants else lambda _: ()
         self.defaults = {x.name: x.default for x in kernel.params if x.has_default}
-        self.constants = operator.itemgetter(*OPTIONS, *(x.name for x in kernel.params if x.is_constexpr))
         self.arguments = [(i, not x.do_not_specialize) for i, x in enumerate(kernel.params) if not x.is_constexpr]
 
 
@@ -52,50 +52,60 @@ _signatures: dict[Any, _Signature] = {}
 _kernels: Kept[_Kernel] = Kept(MOST_COMPILED)
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def _trait(value: Any, specialised: bool) -> Any:
-    """What of an argument that is no constant Triton compiles a kernel for: at least that, and never a number's value."""
+    """What of a number, or a tuple of them, Triton compiles a kernel for."""
     kind = value.__class__
     if kind is int:
         narrow = -(2**31) <= value < 2**31
         return (narrow, value == 1, value % ALIGNMENT == 0) if specialised else narrow
-    if value is None or kind is float:
-        return kind
     if kind is tuple:
         return tuple([_trait(x, specialised) for x in value])
-    if isinstance(value, Descriptor):
-        # Layouts follow from these.
-        return value.base.dtype, value.block_shape
-    if kind is Slot or isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % ALIGNMENT == 0
-    return kind, value
+    return kind if value is None or kind is float else (kind, value)
 
 
-_NO_OPTIONS = dict.fromkeys(OPTIONS)
+def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
+    """The compiled kernel that a launch needs, and its arguments in the kernel's order, an address in place of each tensor.
 
-
-def _find(launch: Launch, device: int) -> tuple[_Kernel, tuple[Any, ...]]:
-    """The compiled kernel that a launch needs, and its arguments in the kernel's order."""
-    function = launch.kernel.fn
+    The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
+    """
+    function, arguments = launch.kernel.fn, launch.arguments
     signature = _signatures.get(function)
     if signature is None:
         signature = _signatures[function] = _Signature(launch.kernel)
-    # What is not given is left to its default.
-    arguments: dict[str, Any] = {**_NO_OPTIONS, **signature.defaults, **launch.arguments}
-    values = signature.values(arguments)
-    traits = []
+    if signature.defaults:
+        # What is not given is left to its default.
+        arguments = {**signature.defaults, **arguments}
+    values = list(signature.values(arguments))
+    option = arguments.get
+    key = [
+        function, device, option("num_warps"), option("num_stages"), option("maxnreg"), option("enable_fp_fusion"),
+        signature.constants(arguments),
+    ]  # fmt: skip
     for i, specialised in signature.arguments:
         value = values[i]
         kind = value.__class__
         if kind is int and not specialised:
-            traits.append(-(2**31) <= value < 2**31)
+            key.append(-(2**31) <= value < 2**31)
         elif value is None or kind is float:
-            traits.append(kind)
+            key.append(kind)
+        elif kind is Slot:
+            key += (value.dtype, value.data_ptr() % ALIGNMENT == 0)
+        elif isinstance(value, torch.Tensor):
+            values[i] = address = value.data_ptr()
+            key += (value.dtype, address % ALIGNMENT == 0)
+        elif kind is Descriptor:
+            # Layouts follow from these.
+            key += (value.base.dtype, value.block_shape)
+        elif kind is tuple and value[0].__class__ is not int:
+            # Of tensors and numbers: a trace's memory and what lies in it.
+            values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
+            key.append(tuple([_trait(x, specialised) if x.__class__ is int else getattr(x, "dtype", None) for x in value]))
         else:
-            traits.append(_trait(value, specialised))
-    key = (function, device, signature.constants(arguments), *traits)
-    found = _kernels.get(key)
+            key.append(_trait(value, specialised))
+    found = _kernels.get(whole := tuple(key))
     if found is None:
-        found = _kernels.add(key, _prepare(launch.compile()))
+        found = _kernels.add(whole, _prepare(launch.compile()))
     return found, values
 
 
@@ -253,18 +263,13 @@ def run(launch: Launch) -> None:
     if kernel.launch is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
         return
-    encoders = iter(kernel.encoders)
-    arguments: list[Any] = []
-    for value in values:
-        kind = value.__class__
-        if kind is int or value is None:
-            arguments.append(value)
-        elif kind is Descriptor:
-            arguments += (next(encoders)(value.base.data_ptr(), value.shape, value.strides), *value.shape, *value.strides)
-        elif isinstance(value, torch.Tensor):
-            arguments.append(value.data_ptr())
-        elif kind is tuple:
-            arguments.append(tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value]))
-        else:
-            arguments.append(value)
-    kernel.launch(launch.grid, torch._C._cuda_getCurrentRawStream(device), arguments)
+    if kernel.encoders:
+        encoders = iter(kernel.encoders)
+        spread: list[Any] = []
+        for value in values:
+            if value.__class__ is Descriptor:
+                spread += (next(encoders)(value.base.data_ptr(), value.shape, value.strides), *value.shape, *value.strides)
+            else:
+                spread.append(value)
+        values = spread
+    kernel.launch(launch.grid, torch._C._cuda_getCurrentRawStream(device), values)
