@@ -268,11 +268,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, *_others: Any) -> tuple[torch.Tensor | None, ...]:
-    q, _, v, *_ = ctx.saved_tensors
+    # Once: a checkpoint gives each saved tensor out a single time.
+    saved = ctx.saved_tensors
+    q, _, v, *_ = saved
     if do is None:
         do = torch.zeros(v.shape, dtype=q.dtype, device=q.device)
-    gradients = bsa_backward.call_checked((do, *ctx.saved_tensors), ctx.numbers)
-    wanted = (None if x is None else gradient for x, gradient in zip(ctx.saved_tensors[:7], gradients, strict=True))
+    gradients = bsa_backward.call_checked((do, *saved), ctx.numbers)
+    wanted = (None if x is None else gradient for x, gradient in zip(saved[:7], gradients, strict=True))
     return *wanted, *(None,) * (1 + len(ctx.numbers))
 
 

@@ -308,10 +308,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, *_others: Any) -> tuple[torch.Tensor | None, ...]:
-    q, _, v, g_cmp, g_slc, g_swa, *_ = ctx.saved_tensors
+    # Once: a checkpoint gives each saved tensor out a single time.
+    saved = ctx.saved_tensors
+    q, _, v, g_cmp, g_slc, g_swa, *_ = saved
     if do is None:
         do = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    dq, dk, dv, *gates, dk_cmp, dv_cmp = nsa_backward.call_checked((do, *ctx.saved_tensors), (ctx.learned, *ctx.numbers))
+    dq, dk, dv, *gates, dk_cmp, dv_cmp = nsa_backward.call_checked((do, *saved), (ctx.learned, *ctx.numbers))
     dgates = (None if gate is None else gradient for gate, gradient in zip((g_cmp, g_slc, g_swa), gates, strict=True))
     compressed = (dk_cmp, dv_cmp) if ctx.learned and g_cmp is not None else (None, None)
     return dq, dk, dv, *dgates, *compressed, *(None,) * (2 + len(ctx.numbers))
