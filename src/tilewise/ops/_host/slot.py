@@ -117,6 +117,8 @@ class Slot:
             axis += 1
             if isinstance(item, slice):
                 first, stop, step = item.indices(size)
+                if step < 0:
+                    raise ValueError("a slot's slices step forward, as a tensor's do")
                 shape.append(len(range(first, stop, step)))
                 strides.append(stride * step)
                 elements += first * stride
@@ -126,6 +128,14 @@ class Slot:
 
     def __iter__(self) -> Iterator["Slot"]:
         return (self[i] for i in range(self.shape[0]))
+
+    def _no_values(self, *_: Any) -> Any:
+        raise TypeError("a slot has no values: a plan decides from shapes, strides, dtypes and options; use compute() for work on values")
+
+    # Without these a slot would count as true, and as equal to nothing but itself.
+    __bool__ = __eq__ = __ne__ = _no_values
+    __hash__ = object.__hash__
+    item = tolist = numpy = _no_values
 
     def of(self, tensors: Sequence[Any]) -> torch.Tensor:
         """The tensor, or the view, in a call's tensors."""
