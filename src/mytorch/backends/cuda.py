@@ -45,7 +45,8 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
 
     def _launch(self, kernel: Any, grid: int, **arguments: Any) -> None:
         if grid:
-            run_all([Launch(kernel, grid, arguments | {"enable_fp_fusion": True})], self.device)
+            arguments["enable_fp_fusion"] = True
+            run_all((Launch(kernel, grid, arguments),), self.device)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, Array]:
         return flash.forward(self._attention_inputs(q, k, v, causal, scale))

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from mytorch.backends.base import Shape
 from mytorch.dtypes import DType
+from tilewise.ops._host.template import empty
 
 Array = torch.Tensor
 
@@ -49,7 +50,7 @@ class Launcher:
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         """New memory in C order."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return empty(tuple(shape), dtype, self.device)
 
     def dtype(self, x: Array) -> DType:
         return NUMPY_TYPES[x.dtype]

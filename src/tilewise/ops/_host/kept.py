@@ -1,6 +1,5 @@
 """A table that keeps what was used last."""
 
-import contextlib
 import threading
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
@@ -20,9 +19,11 @@ class Kept(Generic[Value]):
         """The value of a key, None where there is none; a use of it."""
         value = self._values.get(key)
         if value is not None:
-            # Another thread may just have made room.
-            with contextlib.suppress(KeyError):
+            try:  # noqa: SIM105 (a context manager would take longer than the rest)
                 self._values.move_to_end(key)
+            except KeyError:
+                # Another thread has just made room.
+                pass
         return value
 
     def add(self, key: tuple[Any, ...], value: Value) -> Value:

@@ -27,7 +27,7 @@ class Descriptor(NamedTuple):
         return of_gluon(self.base, shape, strides, block_shape, self.layout)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Launch:
     """One kernel, its grid (the number of programs) and its arguments by name."""
 
