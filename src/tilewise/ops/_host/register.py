@@ -151,7 +151,7 @@ class Operator:
             arguments = prepare(*given, *options)
             return None if arguments is None else self(*arguments)
         # 1, True and 1.0 are equal, and not the same option.
-        key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[x.__class__ for x in options]]
+        key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[_kind(x) for x in options]]
         differentiate = False
         for x in given:
             if x is None:
@@ -189,6 +189,12 @@ class Operator:
         # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
         templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
         return self._problems.add(key, _Problem(self.run, self._plan if templated else None, given, arguments))
+
+
+def _kind(x: Any) -> Any:
+    """An option's type; of a tuple, its items' types."""
+    kind = x.__class__
+    return tuple([y.__class__ for y in x]) if kind is tuple else kind
 
 
 def _as_they_are(*arguments: Any) -> tuple[Any, ...]:

@@ -305,7 +305,7 @@ def _read(arguments: Sequence[Any], key: list[Any], tensors: list[torch.Tensor])
             tensors.append(x)
             key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
         elif isinstance(x, tuple):
-            key.append(x.__class__)
+            key += (x.__class__, len(x))
             _read(x, key, tensors)
         else:
             # 1, True and 1.0 are equal, and not the same option.
