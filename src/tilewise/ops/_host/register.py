@@ -11,7 +11,7 @@ from tilewise.ops._host import backend
 from tilewise.ops._host.kept import Kept
 
 if backend.HAS_TRITON:
-    from tilewise.ops._host.template import Template
+    from tilewise.ops._host.template import Immediate, Template
 
 # Registrations live as long as the process.
 _library = library.Library("tilewise", "FRAGMENT")
@@ -61,8 +61,9 @@ class _Problem:
         if self._template is None:
             if self._plan is None or not self._seen:
                 self._seen = True
-                run = self._run if self._plan is None else self._plan
-                return run(*self.arguments(given))
+                if self._plan is None:
+                    return self._run(*self.arguments(given))
+                return Immediate(given[0].device).run(self._plan, self.arguments(given))
             self._template = self.make_template(given)
         return self._template.run([x for x in given if x is not None])
 

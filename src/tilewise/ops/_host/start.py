@@ -64,8 +64,8 @@ def _trait(value: Any, specialised: bool) -> Any:
     return kind if value is None or kind is float else (kind, value)
 
 
-def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
-    """The compiled kernel that a launch needs, and its arguments in the kernel's order, an address in place of each tensor.
+def _find(launch: Launch, device: int, at_once: bool) -> tuple[_Kernel, list[Any]]:
+    """The compiled kernel that a launch needs, and its arguments in the kernel's order; to be run `at_once`, an address in place of each tensor.
 
     The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
     """
@@ -90,7 +90,10 @@ def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
         elif value is None or kind is float:
             key.append(kind)
         elif kind is Slot:
-            key += (value.dtype, value.data_ptr() % ALIGNMENT == 0)
+            address = value.data_ptr()
+            key += (value.dtype, address % ALIGNMENT == 0)
+            if at_once:
+                values[i] = address
         elif isinstance(value, torch.Tensor):
             values[i] = address = value.data_ptr()
             key += (value.dtype, address % ALIGNMENT == 0)
@@ -99,7 +102,8 @@ def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
             key += (value.base.dtype, value.block_shape)
         elif kind is tuple and value[0].__class__ is not int:
             # Of tensors and numbers: a trace's memory and what lies in it.
-            values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
+            if at_once:
+                values[i] = tuple([x.data_ptr() if hasattr(x, "data_ptr") else x for x in value])
             key.append(tuple([_trait(x, specialised) if x.__class__ is int else getattr(x, "dtype", None) for x in value]))
         else:
             key.append(_trait(value, specialised))
@@ -214,7 +218,7 @@ def _through_triton(kernel: _Kernel, grid: int, values: Sequence[Any], addresses
 
 def find(launch: Launch) -> Started:
     """How a template's launch is started on the current device; compiles it where no equal one is compiled yet."""
-    kernel, values = _find(launch, torch._C._cuda_getDevice())
+    kernel, values = _find(launch, torch._C._cuda_getDevice(), at_once=False)
     grid, direct = launch.grid, kernel.launch
     if direct is None:
         return lambda _tensors, addresses, _stream: _through_triton(kernel, grid, values, addresses)
@@ -254,11 +258,11 @@ def find(launch: Launch) -> Started:
 
 
 def run(launch: Launch) -> None:
-    """Start a launch of tensors on the current device; a grid of 0 programs is none."""
+    """Start a launch of tensors, or slots of tensors that are there, on the current device; a grid of 0 programs is none."""
     if not launch.grid:
         return
     device = torch._C._cuda_getDevice()
-    kernel, values = _find(launch, device)
+    kernel, values = _find(launch, device, at_once=True)
     hooks = knobs.runtime
     if kernel.launch is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
