@@ -52,6 +52,16 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def free_order(request, poisoned_memory):
+    """For tests of deterministic=False, which torch's flag would overrule: it is off, and memory is not poisoned.
+
+    Where the test has a parameter `deterministic` that is True, nothing changes.
+    """
+    if not getattr(request.node, "callspec", None) or not request.node.callspec.params.get("deterministic", False):
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run: the GPU where there is one."""

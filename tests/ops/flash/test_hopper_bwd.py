@@ -187,7 +187,7 @@ def check(case, dtype, deterministic):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize("case", list(filter(is_free, (*BACKWARD, *LONG))))
 def test_free_order_against_fp64(case):
     assert launch_hopper_bwd.choose_order(inputs_of(case), False) != "fixed"
@@ -251,7 +251,7 @@ def test_parts_have_the_same_bits(case, monkeypatch):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize("channels", [64, 128])
 def test_free_order_is_close_to_the_fixed_one(channels):
     q, k, v, do = tensors(*[(2, 2000, 8, channels)] * 4)
@@ -264,7 +264,7 @@ def test_free_order_is_close_to_the_fixed_one(channels):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
 @pytest.mark.parametrize("channels", [64, 128])
 def test_neighbours_never_reach_a_sequence(channels, deterministic):
@@ -312,7 +312,7 @@ def test_gradients_of_any_strides():
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "free"])
 @pytest.mark.parametrize("channels", [64, 128])
 def test_rows_that_see_nothing_and_keys_that_nobody_sees(channels, deterministic):
@@ -360,7 +360,7 @@ def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize(
     ("heads_k", "window", "deterministic"),
     [(64, -1, True), (64, -1, False), (64, 200, True), (32, -1, True), (32, -1, False), (32, 50, True), (32, 200, True)],

@@ -47,7 +47,8 @@ def flash_attention(
         cu_seqlens_k: the same for keys, by default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values are checked.
         return_lse: also return the LSE.
-        deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one gains by it.
+        deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one
+            gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.
         backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
 
     Returns:
@@ -56,6 +57,9 @@ def flash_attention(
 
     Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
     """
+    if not deterministic:
+        # Decided here, at the forward, and part of what a remembered problem is found by.
+        deterministic = torch.are_deterministic_algorithms_enabled()
     given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k
     options: tuple[Any, ...] = causal, window_size, scale, softcap, max_seqlen_q, max_seqlen_k, deterministic, backend
     made = flash_forward.call(given, options, _prepare)
