@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tilewise.ops.flash import configs, configs_hopper
 from tilewise.ops.flash.configs import ENOUGH_PROGRAMS, LEAST_STEPS, SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, divide_group, family
 
 KERNELS = ("fwd", "dkdv", "dq")
@@ -83,3 +84,14 @@ def test_parts_divide_the_group():
         assert group % parts == 0
         assert parts == 1 or group // parts * steps >= LEAST_STEPS
         assert parts == 1 or programs * max(n for n in range(1, parts) if group % n == 0) < ENOUGH_PROGRAMS, "no more than are needed"
+
+
+def test_no_cache_grows_with_lengths():
+    """Packed training has another length in every step."""
+    caches = configs._choose, configs_hopper._choose_forward
+    before = [cache.cache_info().currsize for cache in caches]
+    for keys in range(1, 20_000):
+        choose("fwd", Problem(64, 64, keys, 2, True), 90)
+        configs_hopper.choose_forward(64, 64, keys, False, False, True)
+    # Tiny, short and long.
+    assert all(cache.cache_info().currsize <= size + 3 for cache, size in zip(caches, before, strict=True))

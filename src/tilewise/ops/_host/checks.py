@@ -45,13 +45,17 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, l
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} and {first_name} is on {device}: move them to one device")
         channels = shape[-1]
-        if channels > 1 and x.stride(-1) != 1:
-            raise ValueError(
-                f"{name}'s last axis has stride {x.stride(-1)}: it must be contiguous; call {name}.contiguous() (got shape {list(shape)})"
-            )
+        check_last_axis(x, name)
         if not 1 <= channels <= MAX_CHANNELS:
             raise ValueError(f"{name} has {channels} channels: expected 1 to {MAX_CHANNELS} (got shape {list(shape)})")
     return shapes
+
+
+def check_last_axis(x: torch.Tensor, name: str) -> None:
+    """Contiguous, which an empty tensor is with any strides."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() != 0:
+        expected = f"it must be contiguous; call {name}.contiguous()"
+        raise ValueError(f"{name}'s last axis has stride {x.stride(-1)}: {expected} (got shape {list(x.shape)})")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:

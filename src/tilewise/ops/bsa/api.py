@@ -144,8 +144,7 @@ def _check_tensors(
     tensors = {"q": q, "k": k, "v": v}
     checks.check_one_length(tensors, checks.check_attention_tensors(tensors, packed, offsets="seq_offsets"))
     checks.check_beside(u, "u", q, v.shape, "v's shape")
-    if u.shape[-1] > 1 and u.stride(-1) != 1:
-        raise ValueError(f"u's last axis has stride {u.stride(-1)}: it must be contiguous; call u.contiguous() (got shape {list(u.shape)})")
+    checks.check_last_axis(u, "u")
     for name, gate in zip(GATES, gates, strict=True):
         if gate is not None:
             checks.check_beside(gate, name, q, q.shape[:-1], "[N, H]" if packed else "[B, T, H]")

@@ -99,15 +99,21 @@ SHORT: dict[tuple[Family, int, Kernel], dict[int, Config]] = {("hopper", 2, "fwd
 TINY_KEYS = 256
 
 
-@functools.cache
 def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     """The tiles for a problem on an architecture (compute capability as one number, 90 for an H100)."""
-    width = next(limit for limit in WIDTHS if max(problem.channels, problem.value_channels) <= limit)
-    key = family(architecture), problem.element_size, kernel
+    channels, value_channels, keys, element_size, descriptors = problem
+    descriptors = descriptors and keys > TINY_KEYS
+    return _choose(kernel, max(channels, value_channels), keys <= SHORT_KEYS, element_size, descriptors, architecture)
+
+
+# Keyed by no length: packed training has another one in every step.
+@functools.cache
+def _choose(kernel: Kernel, widest: int, short: bool, element_size: int, descriptors: bool, architecture: int) -> Config:
+    width = next(limit for limit in WIDTHS if widest <= limit)
+    key = family(architecture), element_size, kernel
     candidates = TABLE[key][WIDTHS.index(width)]
-    if problem.keys <= SHORT_KEYS and width in SHORT.get(key, {}):
+    if short and width in SHORT.get(key, {}):
         candidates = (SHORT[key][width], *candidates)
-    descriptors = problem.descriptors and problem.keys > TINY_KEYS
     return next(config for config in candidates if descriptors or not config.tma)
 
 

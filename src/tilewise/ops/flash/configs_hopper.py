@@ -112,12 +112,17 @@ def padded(channels: int) -> int:
     return next(width for width in WIDTHS if channels <= width)
 
 
-@functools.cache
 def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, left: bool, right: bool) -> Forward:
     """The forward's tiles for so many keys, under softcap or not, and with limits to the left and right or without."""
+    return _choose_forward(channels, value_channels, keys <= SHORT_KEYS, capped, left, right)
+
+
+# Keyed by no length: packed training has another one in every step.
+@functools.cache
+def _choose_forward(channels: int, value_channels: int, short: bool, capped: bool, left: bool, right: bool) -> Forward:
     widths = padded(channels), padded(value_channels)
     config = FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
-    if right and not left and not capped and keys <= SHORT_KEYS:
+    if right and not left and not capped and short:
         config = FORWARD_SHORT.get(widths, config)
     # One loop more, for the tiles that the left limit cuts, takes registers that three warpgroups do not have.
     return config._replace(groups=2) if left else config
