@@ -8,7 +8,7 @@ from tilewise.inspect.launches import Labelled, captured
 from tilewise.inspect.operators import Operator
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
-from tilewise.ops.flash import configs, launch, launch_hopper, launch_hopper_bwd
+from tilewise.ops.flash import configs, families, launch, launch_hopper, launch_hopper_bwd
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.configs_hopper import ARCHITECTURE
 from tilewise.sanity.flash import Entry
@@ -44,9 +44,9 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
     found: list[Labelled] = []
     with as_if_on(architecture):
-        if launch_hopper.takes("forward", inputs):
+        if families.takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
-        if launch_hopper.takes("backward", inputs):
+        if families.takes("backward", inputs):
             orders = get_args(launch_hopper_bwd.Order) if inputs.left is None else ("fixed",)
             found += captured(
                 architecture, label, "backward", lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders]

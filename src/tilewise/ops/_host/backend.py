@@ -31,7 +31,11 @@ def interpreting() -> bool:
 
 def resolve_backend(requested: str | None, device: torch.device) -> str:
     """The backend to use: the one asked for (argument, then TILEWISE_BACKEND), else by device. It runs or raises; it never falls back."""
+    # Only what is explained has tensors there: torch.compile sees no context variable.
+    found = _explained.get() if device.type == "meta" else None
+    device = device if found is None else found.device
     source = "backend"
+    asked_for = requested is not None
     if requested is None and os.environ.get("TILEWISE_BACKEND"):
         requested, source = os.environ["TILEWISE_BACKEND"], "TILEWISE_BACKEND"
     name = requested or ("cpu" if device.type == "cpu" else "triton")
@@ -41,10 +45,17 @@ def resolve_backend(requested: str | None, device: torch.device) -> str:
         raise ValueError(f"{source} is 'cpu' and the tensors are on {device}: move them to the CPU, or leave {source} out to use 'triton'")
     if name == "triton":
         _check_triton(device, source)
+    if found is not None:
+        found.settle(name, "the argument backend" if asked_for else source if requested else "")
     return name
 
 
 def _check_triton(device: torch.device, source: str) -> None:
+    if not HAS_TRITON:
+        raise ImportError(
+            f"{source} is 'triton', for tensors on {device}, and triton cannot be imported: install it (`pip install triton` "
+            "on Linux), or use backend='cpu' for tensors on the CPU, or backend='reference' anywhere"
+        )
     if device.type == "cpu":
         if not interpreting():
             raise ValueError(
@@ -52,7 +63,7 @@ def _check_triton(device: torch.device, source: str) -> None:
                 "to interpret the kernels, or use backend='cpu'"
             )
     elif device.type == "cuda":
-        if interpreting():
+        if interpreting() and _as_if.get() is None:
             raise ValueError(f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move them to the CPU")
     else:
         raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
@@ -95,9 +106,59 @@ def collected() -> list[Any] | None:
     return _collected.get()
 
 
+class Explained:
+    """What `tilewise.explain` hears of a call of `meta` tensors, which stand in for tensors on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.backend = self.why = ""
+        # Operators by name, each with its template.
+        self.templates: list[tuple[str, Any]] = []
+
+    def settle(self, name: str, asked: str) -> None:
+        """The backend, and what asked for it, if anything. Of one without launches there is nothing more to hear."""
+        where = f"the tensors are on {self.device}" if _as_if.get() is None else f"as if on sm_{_as_if.get()}"
+        self.backend, self.why = name, f"{asked} asks for it" if asked else where
+        if name != "triton":
+            raise Settled
+
+
+class Settled(Exception):  # noqa: N818 it is no error
+    """Nothing more is to be explained."""
+
+
+_explained: contextvars.ContextVar[Explained | None] = contextvars.ContextVar("tilewise_explained", default=None)
+
+
+@contextlib.contextmanager
+def explaining(found: Explained) -> Iterator[None]:
+    """Inside, this context's calls of `meta` tensors do not run: their templates are collected."""
+    token = _explained.set(found)
+    try:
+        yield
+    finally:
+        _explained.reset(token)
+
+
+def explained() -> Explained | None:
+    """Where this context's calls are explained; None where they run."""
+    return _explained.get()
+
+
+def actual(device: torch.device) -> torch.device:
+    """The device that tensors are taken to be on: that of those which `meta` tensors stand in for."""
+    found = _explained.get() if device.type == "meta" else None
+    return device if found is None else found.device
+
+
+def compiles_for(device: torch.device) -> bool:
+    """Whether kernels of tensors there are compiled; those of the CPU's are interpreted."""
+    return _as_if.get() is not None or actual(device).type == "cuda"
+
+
 def observed() -> bool:
     """Whether launches are collected rather than run, or tiles are those of another architecture than the device's."""
-    return _collected.get() is not None or _as_if.get() is not None
+    return _collected.get() is not None or _as_if.get() is not None or _explained.get() is not None
 
 
 # Where torch keeps an object of a thread that watches over fresh memory: it takes such objects along to the threads that run a backward.
@@ -122,6 +183,7 @@ def architecture(device: torch.device) -> int:
     pretended_one = _as_if.get()
     if pretended_one is not None:
         return pretended_one
+    device = actual(device)
     return _capability(device) if device.type == "cuda" else 90
 
 

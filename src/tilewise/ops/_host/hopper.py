@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from tilewise.ops._host import backend, launching
+from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._tile.hopper import RAGGED_ROWS
 
@@ -61,6 +61,7 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
 
 def processors(device: torch.device) -> int:
     """How many processors (SMs) a device has; an H100's where launches are only collected."""
+    device = backend.actual(device)
     if device.type != "cuda" or backend.pretended() is not None:
         return PROCESSORS
     return _processors(device)

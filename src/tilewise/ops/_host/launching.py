@@ -83,6 +83,26 @@ def fits_descriptor(x: torch.Tensor) -> bool:
     return (first | second | third) % per_line == 0 and min(first, second, third) > 0 and max(first, second, third) < most
 
 
+def why_unreadable(name: str, x: torch.Tensor) -> str:
+    """Why the tensor memory accelerator cannot read a tensor that does not fit a descriptor."""
+    if x.numel() == 0:
+        return f"{name} is empty"
+    if x.data_ptr() % 16 != 0:
+        return f"{name}'s data is not aligned to 16 bytes"
+    for axis, stride in zip(("batch", "token", "head")[4 - x.dim() :], x.stride()[:-1], strict=True):
+        if stride <= 0:
+            return f"{name}'s {axis} stride is {stride}"
+        if stride * x.element_size() % 16 != 0:
+            return f"{name}'s {axis} stride of {stride * x.element_size()} bytes is not a multiple of 16"
+    return f"{name} is packed" if x.dim() == 3 else f"{name}'s strides are too long for a tensor descriptor"
+
+
+def why_pointers(**tensors: torch.Tensor) -> str | None:
+    """Why a kernel that could read these tensors through the tensor memory accelerator reads through pointers."""
+    found = next(((name, x) for name, x in tensors.items() if not fits_descriptor(x)), None)
+    return None if found is None else f"{why_unreadable(*found)}: pointers, not TMA"
+
+
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
     """A descriptor over `[B, H, T, D]` of a dense `[B, T, H, D]` tensor, for tiles of `rows` tokens and `columns` channels of one head."""
     batch, tokens, heads, channels = x.shape

@@ -49,6 +49,14 @@ def emit(beside: Any, *launches: Launch) -> None:
         launching.run_all(launches, beside.device)
 
 
+def note(beside: Any, why: Callable[..., str | None], *arguments: Any) -> None:
+    """Where a plan takes the slower of two ways: why, if anything, is kept in the template. Beside a tensor nobody asks."""
+    if isinstance(beside, Slot):
+        reason = why(*arguments)
+        if reason is not None and reason not in beside.template.notes:
+            beside.template.notes.append(reason)
+
+
 class _Allocation:
     """Fresh memory, from a function of torch's: `empty` or `zeros`."""
 
@@ -169,6 +177,7 @@ class Template:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps: list[Any] = []
+        # Why a faster way was not taken, where a plan says so.
         self.notes: list[str] = []
         self._size = 0
         self._given = 0

@@ -93,17 +93,26 @@ BACKWARD: dict[tuple[int, int], Backward] = {
 }
 
 
+def why_not(direction: Direction, problem: Problem) -> str | None:
+    """Why keys and channels of a 16-bit problem are not for the Hopper kernels; None where they are."""
+    channels, values = problem.channels, problem.value_channels
+    if problem.keys <= TINY_KEYS:
+        return f"at most {TINY_KEYS} keys"
+    widest = max(channels, values)
+    name = "D" if channels >= values else "Dv"
+    if widest < NARROWEST:
+        return f"{name} {widest}, below {NARROWEST}"
+    if widest > WIDEST[direction]:
+        return f"{direction} of {name} {widest}"
+    if (channels | values) % 8 != 0:
+        return f"D {channels} or Dv {values} is not a multiple of 8"
+    return None
+
+
 def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
     """Whether the Hopper kernels take a problem; `problem.descriptors` says whether tile descriptors can read all of its tensors."""
-    widths = problem.channels, problem.value_channels
-    return (
-        architecture == ARCHITECTURE
-        and problem.element_size == 2
-        and problem.descriptors
-        and problem.keys > TINY_KEYS
-        and NARROWEST <= max(widths) <= WIDEST[direction]
-        and all(width % 8 == 0 for width in widths)
-    )
+    fits = architecture == ARCHITECTURE and problem.element_size == 2 and problem.descriptors
+    return fits and why_not(direction, problem) is None
 
 
 @functools.lru_cache(maxsize=1024)

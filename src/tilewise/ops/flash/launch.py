@@ -4,15 +4,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.slot import compute
-from tilewise.ops._host.template import Operation, emit
-from tilewise.ops.flash import configs, launch_hopper, launch_hopper_bwd
+from tilewise.ops._host.template import Operation, emit, note
+from tilewise.ops.flash import configs, families
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel
+
+if gluon.AVAILABLE:
+    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
@@ -144,6 +148,27 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: C
     return Launch(flash_fwd_kernel, n_tiles * inputs.heads, arguments)
 
 
+def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) -> Config:
+    problem, card = inputs.problem(*gradients), architecture(inputs.q.device)
+    config = configs.choose(kernel, problem, card)
+    if not config.tma:
+        note(inputs.q, _why_pointers, kernel, inputs, problem, card, *gradients)
+    return config
+
+
+def _why_pointers(kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor) -> str | None:
+    """Why tiles do not come through tensor descriptors, where they could."""
+    if not configs.choose(kernel, problem._replace(keys=configs.TINY_KEYS + 1, descriptors=True), card).tma:
+        return None
+    if problem.keys <= configs.TINY_KEYS:
+        return f"at most {configs.TINY_KEYS} keys: pointers, not TMA"
+    return why_pointers(q=inputs.q, k=inputs.k, v=inputs.v, **dict(zip(("do",), gradients, strict=False)))
+
+
+def _portable(why_not: str) -> str:
+    return f"{why_not}: portable kernels"
+
+
 def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq], with the given tiles or those that configs choose."""
     q, v = inputs.q, inputs.v
@@ -152,10 +177,12 @@ def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None
     lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    if config is None and taps is None and launch_hopper.takes("forward", inputs):
+    why_not = families.why_not_hopper("forward", inputs) if config is None and taps is None else "the tiles are given"
+    if why_not is None:
         launched = launch_hopper.forward_launch(inputs, o, lse)
     else:
-        launched = forward_launch(inputs, o, lse, config or configs.choose("fwd", inputs.problem(), architecture(q.device)), taps)
+        note(q, _portable, why_not)
+        launched = forward_launch(inputs, o, lse, config or _choose("fwd", inputs), taps)
     emit(q, launched)
     return o, lse
 
@@ -233,9 +260,9 @@ def backward_launches(
     ]
 
 
-def _choose_dkdv(inputs: Inputs, problem: configs.Problem) -> Config:
+def _choose_dkdv(inputs: Inputs, *gradients: torch.Tensor) -> Config:
     """The tiles of dK and dV, and into how many parts a group is divided."""
-    config = configs.choose("dkdv", problem, architecture(inputs.q.device))
+    config = _choose("dkdv", inputs, *gradients)
     programs = tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k) * inputs.heads // inputs.group
     # Packed sequences share the queries: of their lengths only the mean is known here.
     sequences = 1 if inputs.cu_q is None else max(1, batch_size(inputs.q, inputs.cu_q))
@@ -243,11 +270,19 @@ def _choose_dkdv(inputs: Inputs, problem: configs.Problem) -> Config:
     return config._replace(parts=configs.divide_group(programs, inputs.group, steps))
 
 
-def _runs_on_hopper(inputs: Inputs) -> bool:
-    """Whether a backward is for Hopper's own kernels: of those that they take, not the few whose groups the others divide to keep a GPU busy."""
-    if not launch_hopper.takes("backward", inputs) or not launch_hopper_bwd.fits(inputs):
-        return False
-    return not launch_hopper_bwd.leaves_idle(inputs) or _choose_dkdv(inputs, inputs.problem()).parts == 1
+def _why_not_hopper(inputs: Inputs) -> str | None:
+    """Why a backward is not for Hopper's own kernels; None where it is.
+
+    Of those that they take, the few are not whose groups the others divide to keep a GPU busy.
+    """
+    reason = families.why_not_hopper("backward", inputs)
+    if reason is not None:
+        return reason
+    if not launch_hopper_bwd.fits(inputs):
+        return "more than 2^31 query rows of all heads"
+    if launch_hopper_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).parts > 1:
+        return "few KV blocks, so a GQA group is divided"
+    return None
 
 
 def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
@@ -287,11 +322,12 @@ def plan_backward(
     if not inputs.heads:
         return _empty(q), _empty(k), _empty(v)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
-    if not portable and _runs_on_hopper(inputs):
+    why_not = "the tiles are given" if portable else _why_not_hopper(inputs)
+    if why_not is None:
         return launch_hopper_bwd.plan_backward(inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic))
-    problem = inputs.problem(do)
-    config_dkdv = config_dkdv or _choose_dkdv(inputs, problem)
-    config_dq = config_dq or configs.choose("dq", problem, architecture(q.device))
+    note(q, _portable, why_not)
+    config_dkdv = config_dkdv or _choose_dkdv(inputs, do)
+    config_dq = config_dq or _choose("dq", inputs, do)
     parts = config_dkdv.parts
     gradients = _empty(q), _empty(k, parts), _empty(v, parts)
     emit(q, *backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps))

@@ -1,4 +1,4 @@
-"""The forward's launch on Hopper, and which calls go this way."""
+"""The forward's launch on Hopper. Which calls go this way is said in `families`."""
 
 from __future__ import annotations
 
@@ -7,30 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.ops._host import backend
-from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
+from tilewise.ops._host.hopper import processors, tile_descriptor
 from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash import configs_hopper
-from tilewise.ops.flash.configs import Problem
-from tilewise.ops.flash.configs_hopper import ROWS, Direction, Forward
+from tilewise.ops.flash.configs_hopper import ROWS, Forward
 from tilewise.ops.flash.kernels_hopper_fwd import flash_fwd_hopper_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
-
-
-def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
-    """Whether the Hopper kernels run this call, which also reads `gradients`. Gluon has no interpreter: a CPU's tensors are for the others."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.key_stride is not None or q.element_size() != 2 or not (q.device.type == "cuda" or backend.observed()):
-        return False
-    architecture = backend.architecture(q.device)
-    if architecture != configs_hopper.ARCHITECTURE:
-        return False
-    readable = all(fits_tiles(x) for x in (q, k, v, *gradients))
-    problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), readable)
-    return configs_hopper.serves(direction, problem, architecture)
 
 
 def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:

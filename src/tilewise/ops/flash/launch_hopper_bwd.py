@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from triton.experimental.gluon import language as gl
 
+from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.launching import Launch, row_strides

@@ -1,0 +1,47 @@
+"""Which family of kernels runs a call of flash attention: Hopper's own, in Gluon, or the portable ones; and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tilewise.ops._host import backend, gluon
+from tilewise.ops._host.launching import why_unreadable
+from tilewise.ops.flash import configs_hopper
+from tilewise.ops.flash.configs import Problem
+
+if gluon.AVAILABLE:
+    from tilewise.ops._host.hopper import fits_tiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewise.ops.flash.configs_hopper import Direction
+    from tilewise.ops.flash.launch import Inputs
+
+
+def why_not_hopper(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> str | None:
+    """Why the Hopper kernels do not take this call, which also reads `gradients`; None where they do."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.key_stride is not None:
+        return "keys at a stride"
+    if q.element_size() != 2:
+        return "fp32"
+    if not backend.compiles_for(q.device):
+        return "Gluon has no interpreter"
+    architecture = backend.architecture(q.device)
+    if architecture != configs_hopper.ARCHITECTURE:
+        return f"sm_{architecture} is not sm_{configs_hopper.ARCHITECTURE}"
+    if not gluon.usable():
+        return gluon.why_off()
+    unreadable = next(((i, x) for i, x in enumerate((q, k, v, *gradients)) if not fits_tiles(x)), None)
+    problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), unreadable is None)
+    reason = configs_hopper.why_not(direction, problem)
+    if reason is None and unreadable is not None:
+        i, x = unreadable
+        return why_unreadable(("q", "k", "v", *("do",) * len(gradients))[i], x)
+    return reason
+
+
+def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
+    """Whether the Hopper kernels run this call, which also reads `gradients`."""
+    return why_not_hopper(direction, inputs, *gradients) is None
