@@ -1,5 +1,6 @@
 """Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the short way of plain eager calls."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from torch import library
 
 from tilewise.ops._host import backend
 from tilewise.ops._host.kept import Kept
+from tilewise.ops._host.slot import Slot
 
 if backend.HAS_TRITON:
+    from tilewise.ops._host import compiling
     from tilewise.ops._host.template import Immediate, Template
 
 # Registrations live as long as the process.
@@ -42,10 +45,17 @@ class _Problem:
     The first call runs the plan itself: where every call has another shape, no template is made for nothing.
     """
 
-    __slots__ = ("_numbers", "_picks", "_plan", "_run", "_seen", "_template")
+    __slots__ = ("_differentiate", "_numbers", "_picks", "_plan", "_run", "_seen", "_template")
 
-    def __init__(self, run: Callable[..., Any], plan: Callable[..., Any] | None, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        self._run, self._plan = run, plan
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        plan: Callable[..., Any] | None,
+        differentiate: Callable[..., None],
+        given: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        self._run, self._plan, self._differentiate = run, plan, differentiate
         # Which of the given tensors each of the operator's first arguments is.
         self._picks = [_pick(i, x, given) for i, x in enumerate(arguments[: len(given)])]
         self._numbers = arguments[len(given) :]
@@ -56,14 +66,15 @@ class _Problem:
         """Those of the operator."""
         return *[None if at is None else given[at] for at in self._picks], *self._numbers
 
-    def run(self, given: tuple[Any, ...]) -> Any:
+    def run(self, given: tuple[Any, ...], differentiated: bool = False) -> Any:
         """The operator's results."""
         if self._template is None:
-            if self._plan is None or not self._seen:
+            if self._plan is None:
+                return self._run(*self.arguments(given))
+            if not self._seen:
                 self._seen = True
-                if self._plan is None:
-                    return self._run(*self.arguments(given))
-                return Immediate(given[0].device).run(self._plan, self.arguments(given))
+                with compiling.expecting(lambda: self.launches(given, differentiated)):
+                    return Immediate(given[0].device).run(self._plan, self.arguments(given))
             self._template = self.make_template(given)
         return self._template.run([x for x in given if x is not None])
 
@@ -72,6 +83,17 @@ class _Problem:
         template = Template(given[0].device)
         slots = tuple([None if x is None else template.given(x) for x in given])
         return template.finish(self._plan(*self.arguments(slots)))  # type: ignore[misc]
+
+    def launches(self, given: tuple[Any, ...], differentiated: bool) -> list[Any]:
+        """All that the call will launch, with slots in place of tensors; where it is differentiated its backward's launches too."""
+        template = Template(given[0].device)
+        arguments = self.arguments(tuple([None if x is None else template.given(x) for x in given]))
+        output = self._plan(*arguments)  # type: ignore[misc]
+        if differentiated:
+            # A backward that raises does so where it is called.
+            with contextlib.suppress(Exception):
+                self._differentiate(arguments, output)
+        return template.launches
 
 
 def _is_in(x: Any, given: tuple[Any, ...]) -> bool:
@@ -85,6 +107,18 @@ def _pick(i: int, x: Any, given: tuple[Any, ...]) -> int | None:
     return next(j for j, y in enumerate(given) if y is x)
 
 
+class _Saved:
+    """Stands in for autograd's context where an operator is differentiated on slots."""
+
+    saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _value: bool) -> None:
+        pass
+
+
 class Operator:
     """What torch knows as `tilewise::<name>`; plain eager calls reach it without the dispatcher, which would cost 30 to 100 µs each."""
 
@@ -96,6 +130,7 @@ class Operator:
         remembered: type[torch.autograd.Function],
         tensors: tuple[int, ...],
         plan: Callable[..., Any] | None,
+        differentiate: Callable[..., None],
     ) -> None:
         self.overload = getattr(torch.ops.tilewise, name).default
         self.run = run
@@ -103,6 +138,7 @@ class Operator:
         self._remembered = remembered
         self._tensors = tensors
         self._plan = plan
+        self._differentiate = differentiate
         self._problems: Kept[_Problem] = Kept(MOST_REMEMBERED)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -119,6 +155,8 @@ class Operator:
             x = arguments[position]
             if x is not None:
                 if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+                    if type(x) is Slot and self._plan is not None:
+                        return self._plan(*arguments)
                     return self.overload(*arguments)
                 differentiate = differentiate or x.requires_grad
         if differentiate and torch.is_grad_enabled():
@@ -189,7 +227,7 @@ class Operator:
         """Each of the arguments is one of the given tensors, or no tensor."""
         # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
         templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
-        return self._problems.add(key, _Problem(self.run, self._plan if templated else None, given, arguments))
+        return self._problems.add(key, _Problem(self.run, self._plan if templated else None, self._differentiate, given, arguments))
 
 
 def _kind(x: Any) -> Any:
@@ -218,7 +256,7 @@ def _autograd_functions(
         return output
 
     def forward_again(ctx: Any, problem: _Problem, *given: Any) -> Any:
-        output = problem.run(given)
+        output = problem.run(given, differentiated=True)
         ctx.asked = None
         setup_context(ctx, problem.arguments(given), output)
         return output
@@ -269,4 +307,12 @@ def register(
         if "Tensor" in str(argument.type)
     )
     functions = _autograd_functions(name, run, backward, setup_context, tensors)
-    return Operator(name, run, *functions, tensors, plan)
+
+    def differentiate(arguments: tuple[Any, ...], output: Any) -> None:
+        """The backward on slots, of a gradient that lies as torch mostly has it: of the first output alone, contiguous and aligned."""
+        first, *others = output if isinstance(output, tuple) else (output,)
+        ctx = _Saved()
+        setup_context(ctx, arguments, output)
+        backward(ctx, first.new_empty(first.shape), *(None,) * len(others))
+
+    return Operator(name, run, *functions, tensors, plan, differentiate)

@@ -4,6 +4,7 @@ Triton binds and specialises every argument anew at each launch, some 40 µs for
 put addresses into a list and call the launcher that Triton made.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import triton
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
+from tilewise.ops._host import compiling
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.slot import ALIGNMENT, Slot
@@ -64,8 +66,9 @@ def _trait(value: Any, specialised: bool) -> Any:
     return kind if value is None or kind is float else (kind, value)
 
 
-def _find(launch: Launch, device: int, at_once: bool) -> tuple[_Kernel, list[Any]]:
-    """The compiled kernel that a launch needs, and its arguments in the kernel's order; to be run `at_once`, an address in place of each tensor.
+def _key(launch: Launch, device: int, at_once: bool) -> tuple[tuple[Any, ...], list[Any]]:
+    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, to be run `at_once` with an address
+    in place of each tensor.
 
     The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
     """
@@ -107,9 +110,16 @@ def _find(launch: Launch, device: int, at_once: bool) -> tuple[_Kernel, list[Any
             key.append(tuple([_trait(x, specialised) if x.__class__ is int else getattr(x, "dtype", None) for x in value]))
         else:
             key.append(_trait(value, specialised))
-    found = _kernels.get(whole := tuple(key))
+    return tuple(key), values
+
+
+def _find(launch: Launch, device: int, at_once: bool) -> tuple[_Kernel, list[Any]]:
+    """The compiled kernel that a launch needs, and its arguments as `_key` has them."""
+    key, values = _key(launch, device, at_once)
+    found = _kernels.get(key)
     if found is None:
-        found = _kernels.add(whole, _prepare(launch.compile()))
+        _compile_expected(launch, key, device)
+        found = _kernels.add(key, _prepare(launch.compile()))
     return found, values
 
 
@@ -117,6 +127,32 @@ def _prepare(compiled: Any) -> _Kernel:
     encoders = [_encoder(made_with) for made_with in getattr(compiled.metadata, "tensordesc_meta", None) or ()]
     whole = tuple(encoder for encoder in encoders if encoder is not None)
     return _Kernel(compiled, _direct_launcher(compiled) if len(whole) == len(encoders) else None, whole)
+
+
+def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None:
+    """Compile a launch, and beside it what else this call will need and nobody has compiled here."""
+    wanted = {key: launch}
+    for other in compiling.expected():
+        wanted.setdefault(_key(other, device, False)[0], other)
+    compiling.compile_all([task(one, other, device) for other, one in wanted.items() if _kernels.get(other) is None])
+
+
+def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.Task:
+    """A launch to compile for a device; None for the one that Triton takes to be there."""
+    function, _, *traits = key
+
+    def compile() -> None:
+        # A helper's own device is the first one.
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            launch.compile()
+
+    return compiling.Task(compiling.lock_name(function.__module__, function.__qualname__, traits), compile)
+
+
+def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
+    """Launches to compile for the device that Triton takes to be there: each kernel once."""
+    keys = {_key(launch, 0, False)[0]: launch for launch in launches}
+    return [task(launch, key, None) for key, launch in keys.items()]
 
 
 def _direct_launcher(compiled: Any) -> Launcher | None:

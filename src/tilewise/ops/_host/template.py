@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.ops._host import backend, launching, start
+from tilewise.ops._host import backend, compiling, launching, start
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.slot import ALIGNMENT, Slot, Strides, contiguous_strides
@@ -409,7 +409,8 @@ class Operation:
         template = self._templates.get(key)
         if template is None:
             self._templates.add(key, ONCE)
-            return Immediate(device).run(self._plan, arguments)
+            with compiling.expecting(lambda: make(self._plan, arguments, device).launches):
+                return Immediate(device).run(self._plan, arguments)
         if template is ONCE:
             template = self._templates.add(key, make(self._plan, arguments, device))
         return template.run(tensors)
