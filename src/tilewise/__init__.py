@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise._warmup import warmup
     from tilewise.ops.bsa.api import block_sparse_attn
     from tilewise.ops.bsa.hstu_bsa import hstu_attention_with_bsa
     from tilewise.ops.flash.api import flash_attention
@@ -30,6 +31,7 @@ __all__ = [
     "nsa_decode_step",
     "select_blocks",
     "selected_attention",
+    "warmup",
 ]
 
 _HOME = {
@@ -44,6 +46,7 @@ _HOME = {
     "nsa_decode_step": "tilewise.ops.nsa.decode",
     "select_blocks": "tilewise.ops.nsa.api",
     "selected_attention": "tilewise.ops.nsa.api",
+    "warmup": "tilewise._warmup",
 }
 
 

@@ -244,6 +244,46 @@ def inspect(
 
 
 @app.command()
+def warmup(
+    operators: Annotated[list[str], typer.Argument(metavar="OP...", help="Operators to compile, such as flash, nsa, hstu and bsa.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="B=..,T=..", help="A problem written out (B=1,T=4096,H=16,D=128,causal), or a case by name; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Some of bf16, fp16 and fp32.")] = "bf16",
+    arch: Annotated[str | None, typer.Option(metavar="sm_90", help="The GPU to compile for; by default the one that is here.")] = None,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward out.")] = False,
+) -> None:
+    """Compile kernels ahead of time into Triton's cache, with or without a GPU. Exit code 1: a kernel does not compile; 2: wrong usage."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tilewise._warmup import warmup as compile_ahead
+
+    console = _console()
+    dtypes = [name.strip() for name in dtype.split(",")]
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("kernels"), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=None)
+
+            def advanced(done: int, total: int) -> None:
+                progress.update(task, completed=done, total=total or None)
+
+            warmed = compile_ahead(*operators, shapes=shapes or [], dtypes=dtypes, arch=arch, forward_only=forward_only, advanced=advanced)
+    except ValueError as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from None
+    for kernel, said in warmed.errors.items():
+        console.print(f"✗ {kernel}: {said}", markup=False, highlight=False)
+    for note in warmed.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    found = warmed.kernels - warmed.compiled - len(warmed.errors)
+    console.print(f"{warmed.compiled} kernels compiled, {found} were in the cache already ({warmed.seconds:.0f} s)", highlight=False)
+    if warmed.errors:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None,
     report: Annotated[bool, typer.Option("--report", help="Instead: one block for a bug report, without paths.")] = False,

@@ -83,12 +83,14 @@ class Problem:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The problem that `text` describes; fields left out keep their defaults."""
+        """The problem that `text` describes: NAME=VALUE, or NAME alone for true, joined by commas; fields left out keep their defaults."""
         types = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
+            if not equals and types.get(name) is bool:
+                equals, value = "=", "true"
             if not equals or name not in names:
                 raise ValueError(f"{part.strip()!r} is not a parameter: expected NAME=VALUE with a name out of {', '.join(names)}")
             try:

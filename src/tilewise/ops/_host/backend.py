@@ -65,7 +65,8 @@ def _check_triton(device: torch.device, source: str) -> None:
     elif device.type == "cuda":
         if interpreting() and _as_if.get() is None:
             raise ValueError(f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move them to the CPU")
-    else:
+    elif device.type != "meta" or not observed():
+        # Without data nothing runs; launches of such tensors can be collected all the same.
         raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from triton import knobs
 from triton.runtime import cache
 
+from tilewise.ops._host.jobs import jobs
 from tilewise.ops._host.launch import Launch
 
 try:
@@ -26,7 +27,6 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-JOBS = "TILEWISE_COMPILE_JOBS"
 # Beside Triton's own folders in its cache.
 LOCKS = "tilewise-locks"
 # Seconds that a process waits for another one's kernel before it compiles the kernel itself.
@@ -42,18 +42,6 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
-
-
-def jobs() -> int:
-    """How many kernels are compiled at a time: TILEWISE_COMPILE_JOBS, or this rank's share of the cores that the process may use."""
-    asked = os.environ.get(JOBS, "")
-    if asked:
-        if not asked.isdecimal() or int(asked) < 1:
-            raise ValueError(f"{JOBS} is {asked!r}: expected a whole number of kernels to compile at a time, 1 for one after the other")
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 class _Expected:
@@ -127,10 +115,11 @@ class _Lock:
 
 @dataclass
 class Task:
-    """A kernel to compile, and the name of its lock."""
+    """A kernel to compile, and the name of its lock. The length of its source tells how long that takes, roughly."""
 
     name: str
     compile: Callable[[], object]
+    length: int = 0
     # When it was first found to be another process's.
     waiting_since: float | None = None
 
@@ -139,7 +128,8 @@ class _Queue:
     """Tasks that several threads work through: first those that no other process is at."""
 
     def __init__(self, tasks: Sequence[Task], done: Callable[[Task, Exception | None], None]) -> None:
-        self._tasks = deque(tasks)
+        # The longest first: begun last, it would keep all waiting.
+        self._tasks = deque(sorted(tasks, key=lambda task: -task.length))
         self._done = done
         self.stopped = False
 

@@ -100,9 +100,9 @@ def _key(launch: Launch, device: int, at_once: bool) -> tuple[tuple[Any, ...], l
         elif isinstance(value, torch.Tensor):
             values[i] = address = value.data_ptr()
             key += (value.dtype, address % ALIGNMENT == 0)
-        elif kind is Descriptor:
-            # Layouts follow from these.
-            key += (value.base.dtype, value.block_shape)
+        elif hasattr(value, "block_shape"):
+            # A descriptor, ours or among collected launches Triton's. Layouts follow from these.
+            key += (value.base.dtype, tuple(value.block_shape))
         elif kind is tuple and value[0].__class__ is not int:
             # Of tensors and numbers: a trace's memory and what lies in it.
             if at_once:
@@ -144,9 +144,22 @@ def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.
     def compile() -> None:
         # A helper's own device is the first one.
         with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-            launch.compile()
+            _build_launcher(launch.compile())
 
-    return compiling.Task(compiling.lock_name(function.__module__, function.__qualname__, traits), compile)
+    name = compiling.lock_name(function.__module__, function.__qualname__, traits)
+    return compiling.Task(name, compile, len(launch.kernel.src))
+
+
+def builds_launchers() -> bool:
+    """Whether a C compiler makes a launcher for each signature, as Triton 3.6 has it."""
+    return hasattr(nvidia, "make_launcher")
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Into Triton's cache, where the first launch finds it. Where it cannot be built here the first launch tries again, and raises."""
+    if builds_launchers():
+        with contextlib.suppress(Exception):
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
@@ -183,7 +196,7 @@ def _direct_launcher(compiled: Any) -> Launcher | None:
                 None, None, None, None, None, annotations, signature, arguments,
             )  # fmt: skip
 
-    elif hasattr(nvidia, "make_launcher"):
+    elif builds_launchers():
         # Triton 3.6: a launcher for each signature.
         def start(grid: int, stream: int, arguments: list[Any]) -> None:
             launch(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *arguments)
