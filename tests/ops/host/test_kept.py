@@ -86,7 +86,6 @@ def test_an_operation_tells_numbers_and_tuples_apart(monkeypatch):
 
     keys = []
     operation = Operation(lambda *arguments: None)
-    monkeypatch.setattr(template.Immediate, "run", lambda *_: None)
     monkeypatch.setattr(operation._templates, "add", lambda key, value: keys.append(key))
     monkeypatch.setattr(template, "_read", lambda arguments, key, tensors: (tensors.append(Recorded()), read(arguments, key, [])))
     calls = [(1,), (True,), (1.0,), (None,), ((1, 2),), ((1,), 2), ((True, 2),), (("a",),), ("a",)]

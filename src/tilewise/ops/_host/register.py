@@ -14,7 +14,7 @@ from tilewise.ops._host.slot import Slot
 
 if backend.HAS_TRITON:
     from tilewise.ops._host import compiling
-    from tilewise.ops._host.template import Immediate, Template
+    from tilewise.ops._host.template import Template
 
 # Registrations live as long as the process.
 _library = library.Library("tilewise", "FRAGMENT")
@@ -74,7 +74,7 @@ class _Problem:
             if not self._seen:
                 self._seen = True
                 with compiling.expecting(lambda: self.launches(given, differentiated)):
-                    return Immediate(given[0].device).run(self._plan, self.arguments(given))
+                    return self._plan(*self.arguments(given))
             self._template = self.make_template(given)
         return self._template.run([x for x in given if x is not None])
 

@@ -22,17 +22,14 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 class Slot:
-    """A tensor's place in a template, or a view of one: all that is known of it before the call. It stands in for a tensor in a plan.
-
-    Where a plan runs at once, the tensor is there already: then the slot only spares the time that torch takes to say what it is.
-    """
+    """A tensor's place in a template, or a view of one: all that is known of it before the call. It stands in for a tensor in a plan."""
 
     __slots__ = ("_address", "_strides", "base", "device", "dtype", "offset", "shape", "template")
 
     def __init__(
         self,
         template: Any,
-        base: Any,
+        base: int,
         shape: tuple[int, ...],
         strides: Strides,
         dtype: torch.dtype,
@@ -40,7 +37,7 @@ class Slot:
         offset: int = 0,
     ) -> None:
         self.template = template
-        # Which of the call's tensors it is, or is a view of, from so many bytes on; the tensor itself where it is there.
+        # Which of the call's tensors it is, or is a view of, from so many bytes on.
         self.base = base
         self.offset = offset
         self.shape = shape
@@ -66,7 +63,7 @@ class Slot:
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
-        """The address; in a template but for a multiple of ALIGNMENT: of more nothing is known."""
+        """The address, but for a multiple of ALIGNMENT: of more nothing is known."""
         return self._address
 
     def new_empty(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
@@ -91,8 +88,8 @@ class Slot:
 
     def _view(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> "Slot":
         moved = elements * self.dtype.itemsize
-        address, offset = self._address + moved, self.offset + moved
-        return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, address, offset)
+        address = (self._address + moved) % ALIGNMENT
+        return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, address, self.offset + moved)
 
     def transpose(self, axis: int, other: int) -> "Slot":
         """As a tensor's."""
@@ -140,9 +137,9 @@ class Slot:
     __hash__ = object.__hash__
     item = tolist = numpy = _no_values
 
-    def of(self, tensors: Sequence[Any] | None) -> torch.Tensor:
-        """The tensor, or the view, in a call's tensors; None where the tensor is there already."""
-        x: torch.Tensor = self.base if tensors is None else tensors[self.base]
+    def of(self, tensors: Sequence[Any]) -> torch.Tensor:
+        """The tensor, or the view, in a call's tensors."""
+        x: torch.Tensor = tensors[self.base]
         if self.offset == 0 and x.shape == self.shape and x.stride() == self._strides:
             return x
         return x.as_strided(self.shape, self._strides, x.storage_offset() + self.offset // self.dtype.itemsize)

@@ -66,9 +66,8 @@ def _trait(value: Any, specialised: bool) -> Any:
     return kind if value is None or kind is float else (kind, value)
 
 
-def _key(launch: Launch, device: int, at_once: bool) -> tuple[tuple[Any, ...], list[Any]]:
-    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, to be run `at_once` with an address
-    in place of each tensor.
+def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, an address in place of each tensor.
 
     The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
     """
@@ -93,10 +92,7 @@ def _key(launch: Launch, device: int, at_once: bool) -> tuple[tuple[Any, ...], l
         elif value is None or kind is float:
             key.append(kind)
         elif kind is Slot:
-            address = value.data_ptr()
-            key += (value.dtype, address % ALIGNMENT == 0)
-            if at_once:
-                values[i] = address
+            key += (value.dtype, value.data_ptr() % ALIGNMENT == 0)
         elif isinstance(value, torch.Tensor):
             values[i] = address = value.data_ptr()
             key += (value.dtype, address % ALIGNMENT == 0)
@@ -105,17 +101,16 @@ def _key(launch: Launch, device: int, at_once: bool) -> tuple[tuple[Any, ...], l
             key += (value.base.dtype, tuple(value.block_shape))
         elif kind is tuple and value[0].__class__ is not int:
             # Of tensors and numbers: a trace's memory and what lies in it.
-            if at_once:
-                values[i] = tuple([x.data_ptr() if hasattr(x, "data_ptr") else x for x in value])
+            values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
             key.append(tuple([_trait(x, specialised) if x.__class__ is int else getattr(x, "dtype", None) for x in value]))
         else:
             key.append(_trait(value, specialised))
     return tuple(key), values
 
 
-def _find(launch: Launch, device: int, at_once: bool) -> tuple[_Kernel, list[Any]]:
+def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
     """The compiled kernel that a launch needs, and its arguments as `_key` has them."""
-    key, values = _key(launch, device, at_once)
+    key, values = _key(launch, device)
     found = _kernels.get(key)
     if found is None:
         _compile_expected(launch, key, device)
@@ -133,7 +128,7 @@ def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None
     """Compile a launch, and beside it what else this call will need and nobody has compiled here."""
     wanted = {key: launch}
     for other in compiling.expected():
-        wanted.setdefault(_key(other, device, False)[0], other)
+        wanted.setdefault(_key(other, device)[0], other)
     compiling.compile_all([task(one, other, device) for other, one in wanted.items() if _kernels.get(other) is None])
 
 
@@ -164,7 +159,7 @@ def _build_launcher(compiled: Any) -> None:
 
 def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
     """Launches to compile for the device that Triton takes to be there: each kernel once."""
-    keys = {_key(launch, 0, False)[0]: launch for launch in launches}
+    keys = {_key(launch, 0)[0]: launch for launch in launches}
     return [task(launch, key, None) for key, launch in keys.items()]
 
 
@@ -267,7 +262,7 @@ def _through_triton(kernel: _Kernel, grid: int, values: Sequence[Any], addresses
 
 def find(launch: Launch) -> Started:
     """How a template's launch is started on the current device; compiles it where no equal one is compiled yet."""
-    kernel, values = _find(launch, torch._C._cuda_getDevice(), at_once=False)
+    kernel, values = _find(launch, torch._C._cuda_getDevice())
     grid, direct = launch.grid, kernel.launch
     if direct is None:
         return lambda _tensors, addresses, _stream: _through_triton(kernel, grid, values, addresses)
@@ -307,11 +302,11 @@ def find(launch: Launch) -> Started:
 
 
 def run(launch: Launch) -> None:
-    """Start a launch of tensors, or slots of tensors that are there, on the current device; a grid of 0 programs is none."""
+    """Start a launch of tensors on the current device; a grid of 0 programs is none."""
     if not launch.grid:
         return
     device = torch._C._cuda_getDevice()
-    kernel, values = _find(launch, device, at_once=True)
+    kernel, values = _find(launch, device)
     hooks = knobs.runtime
     if kernel.launch is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))

@@ -159,7 +159,7 @@ def _bases_of(result: Any) -> list[int]:
     return [result.base] if isinstance(result, Slot) else []
 
 
-def fill(value: Any, tensors: Sequence[Any] | None) -> Any:
+def fill(value: Any, tensors: Sequence[Any]) -> Any:
     """A value with tensors in place of slots."""
     if isinstance(value, Slot):
         return value.of(tensors)
@@ -321,7 +321,7 @@ def _read(arguments: Sequence[Any], key: list[Any], tensors: list[torch.Tensor])
             key += (x.__class__, x)
 
 
-def _with_slots(x: Any, template: "Template | Immediate") -> Any:
+def _with_slots(x: Any, template: Template) -> Any:
     """Arguments with a slot in place of each tensor."""
     if isinstance(x, torch.Tensor):
         return template.given(x)
@@ -335,47 +335,6 @@ def make(plan: Callable[..., Any], arguments: tuple[Any, ...], device: torch.dev
     """The template of a plan for arguments like these."""
     template = Template(device)
     return template.finish(plan(*(_with_slots(x, template) for x in arguments)))
-
-
-class Immediate:
-    """What stands in a template's place where a plan runs at once: a shape that comes for the first time.
-
-    The plan sees slots here too: torch takes longer to say a tensor's shape than the plan to use it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._careful = torch._C._get_deterministic_algorithms() or backend.watched()
-
-    def run(self, plan: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """What the plan makes of tensors on a GPU."""
-        if self.device.index == torch._C._cuda_getDevice():
-            return fill(plan(*(_with_slots(x, self) for x in arguments)), None)
-        with torch.cuda.device(self.device):
-            return fill(plan(*(_with_slots(x, self) for x in arguments)), None)
-
-    def given(self, x: torch.Tensor) -> Slot:
-        """The slot of an argument."""
-        return Slot(self, x, tuple(x.shape), x.stride(), x.dtype, x.data_ptr())
-
-    def allocate(self, function: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """Fresh memory."""
-        strides = contiguous_strides(shape)
-        if self._careful or function != "empty" or EMPTY_STRIDED is None:
-            x = getattr(torch, function)(shape, dtype=dtype, device=self.device)
-        else:
-            x = EMPTY_STRIDED(shape, strides, dtype)
-        return Slot(self, x, shape, strides, dtype, x.data_ptr())
-
-    def compute(self, function: Callable[..., Any], arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """A result of a function of torch's."""
-        x = function(*[x.of(None) if isinstance(x, Slot) else x for x in arguments])
-        return Slot(self, x, shape, contiguous_strides(shape), dtype, x.data_ptr())
-
-    def add_launches(self, launches: Sequence[Launch]) -> None:
-        """Kernels."""
-        for launch in launches:
-            start.run(launch)
 
 
 # What came once and has no template yet.
@@ -410,7 +369,7 @@ class Operation:
         if template is None:
             self._templates.add(key, ONCE)
             with compiling.expecting(lambda: make(self._plan, arguments, device).launches):
-                return Immediate(device).run(self._plan, arguments)
+                return self._plan(*arguments)
         if template is ONCE:
             template = self._templates.add(key, make(self._plan, arguments, device))
         return template.run(tensors)
