@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise._explain import Explanation, explain, explaining_on
     from tilewise._warmup import warmup
     from tilewise.ops.bsa.api import block_sparse_attn
     from tilewise.ops.bsa.hstu_bsa import hstu_attention_with_bsa
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Explanation",
     "NSACache",
     "__version__",
     "block_sparse_attn",
     "compressed_attention",
+    "explain",
+    "explaining_on",
     "flash_attention",
     "hstu_attention",
     "hstu_attention_with_bsa",
@@ -35,9 +39,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Explanation": "tilewise._explain",
     "NSACache": "tilewise.ops.nsa.decode",
     "block_sparse_attn": "tilewise.ops.bsa.api",
     "compressed_attention": "tilewise.ops.nsa.api",
+    "explain": "tilewise._explain",
+    "explaining_on": "tilewise._explain",
     "flash_attention": "tilewise.ops.flash.api",
     "hstu_attention": "tilewise.ops.hstu.api",
     "hstu_attention_with_bsa": "tilewise.ops.bsa.hstu_bsa",

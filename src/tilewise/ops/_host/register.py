@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import library
 
-from tilewise.ops._host import backend
+from tilewise.ops._host import backend, describe
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.slot import Slot
 
 if backend.HAS_TRITON:
-    from tilewise.ops._host import compiling
+    from tilewise.ops._host import compiling, template
     from tilewise.ops._host.template import Template
 
 # Registrations live as long as the process.
@@ -131,6 +131,7 @@ class Operator:
         tensors: tuple[int, ...],
         plan: Callable[..., Any] | None,
         differentiate: Callable[..., None],
+        log: Callable[..., None] | None = None,
     ) -> None:
         self.overload = getattr(torch.ops.tilewise, name).default
         self.run = run
@@ -139,6 +140,7 @@ class Operator:
         self._tensors = tensors
         self._plan = plan
         self._differentiate = differentiate
+        self._log = log
         self._problems: Kept[_Problem] = Kept(MOST_REMEMBERED)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -225,6 +227,8 @@ class Operator:
 
     def _remember(self, key: tuple[Any, ...], given: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Problem:
         """Each of the arguments is one of the given tensors, or no tensor."""
+        if self._log is not None:
+            self._log(*arguments)
         # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
         templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
         return self._problems.add(key, _Problem(self.run, self._plan if templated else None, self._differentiate, given, arguments))
@@ -271,6 +275,23 @@ def _autograd_functions(
     return make(forward), make(forward_again)
 
 
+def _run_or_explain(
+    name: str, run: Callable[..., Any], fake: Callable[..., Any], plan: Callable[..., Any] | None, log: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """`run`; but a call that is explained leaves its template, and one that is logged its line."""
+
+    def run_or_explain(*arguments: Any) -> Any:
+        found = backend.explained()
+        if found is not None and plan is not None:
+            found.templates.append((name, template.make(plan, arguments, arguments[0].device)))
+            return fake(*arguments)
+        if log is not None:
+            log(*arguments)
+        return run(*arguments)
+
+    return run_or_explain
+
+
 def register(
     schema: str,
     run: Callable[..., Any],
@@ -297,15 +318,14 @@ def register(
         pass
 
     backward, setup_context = backward or no_derivative, setup_context or save_nothing
+    known = torch._C.parse_schema(qualified + schema[len(name) :]).arguments
+    log = describe.logged(name, [argument.name for argument in known], plan) if describe.LOGGING else None
+    run = _run_or_explain(name, run, fake, plan, log)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     library.register_fake(qualified, fake, lib=_library)
     library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    tensors = tuple(
-        position
-        for position, argument in enumerate(torch._C.parse_schema(qualified + schema[len(name) :]).arguments)
-        if "Tensor" in str(argument.type)
-    )
+    tensors = tuple(position for position, argument in enumerate(known) if "Tensor" in str(argument.type))
     functions = _autograd_functions(name, run, backward, setup_context, tensors)
 
     def differentiate(arguments: tuple[Any, ...], output: Any) -> None:
@@ -315,4 +335,4 @@ def register(
         setup_context(ctx, arguments, output)
         backward(ctx, first.new_empty(first.shape), *(None,) * len(others))
 
-    return Operator(name, run, *functions, tensors, plan, differentiate)
+    return Operator(name, run, *functions, tensors, plan, differentiate, log)

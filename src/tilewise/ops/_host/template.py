@@ -219,6 +219,17 @@ class Template:
         """What is launched, with slots in place of tensors."""
         return [step.launch for step in self.steps if isinstance(step, _Start)]
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The most memory at a time that is allocated here and not returned."""
+        kept, held, most = set(_bases_of(self._result)), {}, 0
+        for i, step in enumerate(self.steps):
+            if not isinstance(step, _Start) and step.slot.base not in kept:
+                held[step.slot.base] = step.slot.numel() * step.slot.dtype.itemsize
+            most = max(most, sum(held.values()))
+            held = {base: size for base, size in held.items() if self._last.get(base) != i}
+        return most
+
     def finish(self, result: Any) -> "Template":
         """Done: this is what the plan returned."""
         self._result = result

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.template import Operation, emit
+from tilewise.ops._host.template import Operation, emit, note
 from tilewise.ops._tile.varlen import order_tiles_kernel
 from tilewise.ops.flash.launch import LOG2E, Taps
 from tilewise.ops.hstu import configs
@@ -176,7 +176,19 @@ def _output(name: str, x: torch.Tensor) -> dict[str, Any]:
 
 
 def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) -> Config:
-    return configs.choose(kernel, inputs.problem(*gradients), architecture(inputs.q.device))
+    problem, card = inputs.problem(*gradients), architecture(inputs.q.device)
+    config = configs.choose(kernel, problem, card)
+    if not config.tma:
+        note(inputs.q, _why_pointers, kernel, inputs, problem, card, *gradients)
+    return config
+
+
+def _why_pointers(kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor) -> str | None:
+    """Why tiles do not come through tensor descriptors, where they could."""
+    if not configs.choose(kernel, problem._replace(descriptors=True), card).tma:
+        return None
+    tensors = dict(zip(("q", "k", "v", "do"), (inputs.q, inputs.k, inputs.v, *gradients), strict=False))
+    return why_pointers(**{name: _batched(x) for name, x in tensors.items()})
 
 
 def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps | None = None) -> list[Launch]:

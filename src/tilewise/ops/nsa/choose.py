@@ -3,9 +3,9 @@
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides, why_pointers
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
@@ -43,6 +43,8 @@ def choose(
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
     buffer = q.new_empty((most * config.block_m * heads_k * planes * n_blocks,), dtype=torch.float32)
     tma = config.tma and fits_descriptor(q)
+    if config.tma:
+        note(q, lambda: why_pointers(q=q))
     shared = {
         "planes": buffer,
         "cu": cu,
