@@ -70,7 +70,8 @@ def _lines(kernels: tuple[Kernel, ...]) -> list[str]:
     """In order; kernels that walk no tiles in stages, and come one after another, share a line."""
     lines: list[str] = []
     for tiled, some in itertools.groupby(kernels, lambda kernel: kernel.stages is not None):
-        lines += map(str, some) if tiled else [", ".join(f"{x.name}{f' (x{x.times})' if x.times > 1 else ''}" for x in some)]
+        words = [str(x) if tiled else f"{x.name}{f' (x{x.times})' if x.times > 1 else ''}" for x in some]
+        lines += words if tiled else [", ".join(words)]
     return [f"    {line}" for line in lines]
 
 

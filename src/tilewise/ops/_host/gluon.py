@@ -89,7 +89,7 @@ def _module(place: str) -> Any:
 
 gluon = _module("triton.experimental.gluon")
 gl = _module("triton.experimental.gluon.language")
-TensorDescriptor = getattr(_module("triton.experimental.gluon.nvidia.hopper"), "TensorDescriptor", None)
+TensorDescriptor: Any = getattr(_module("triton.experimental.gluon.nvidia.hopper"), "TensorDescriptor", None)
 _warning = threading.Lock()
 
 
