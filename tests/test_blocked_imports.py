@@ -1,0 +1,32 @@
+"""Without triton the reference and CPU backends work, and without Gluon the portable kernels: each module is blocked in turn."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "blocked_imports.py"
+
+
+def run(blocked, *backends, **environment):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run([sys.executable, SCRIPT, blocked, *backends], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_without_triton():
+    said = run("triton", "cpu", TRITON_INTERPRET="0")
+    assert "ImportError: backend is 'triton', for tensors on cpu, and triton cannot be imported: install it" in said
+    assert "explain: backend is 'triton'" in said
+
+
+@pytest.mark.parametrize("blocked", ["triton.experimental", "triton.experimental.gluon"])
+def test_without_gluon(blocked):
+    said = run(blocked, "cpu", "triton", TRITON_INTERPRET="1")
+    assert "triton runs" in said
+    assert "forward: Gluon cannot be imported from Triton" in said
+    assert f"(no module named {blocked})" in said
+    assert "portable kernels" in said
