@@ -52,12 +52,12 @@ def tensors(*shapes, dtype=torch.bfloat16, seed=0):
 
 
 def forward(q, k, v, cu_q=None, cu_k=None, causal=True):
-    """Output and LSE; never a replay's."""
+    """Output and LSE; never a template's."""
     inputs = launch.make_inputs(q, k, v, cu_q, cu_q if cu_k is None else cu_k, causal, -1, -1, q.shape[-1] ** -0.5, 0.0)
     with capture(90) as launches:
-        launch.forward(inputs)
+        launch.plan_forward(inputs)
     assert [one.kernel.__name__ for one in launches] == ["flash_fwd_hopper_kernel"]
-    return launch.forward(inputs)
+    return launch.plan_forward(inputs)
 
 
 @needs_hopper
@@ -108,7 +108,7 @@ def test_rows_beside_an_output_stay_as_they_are(channels):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_repeatable(causal):
-    """Bit for bit, whoever takes which item, and by a replay too."""
+    """Bit for bit, whoever takes which item, and by a template too."""
     q, k, v = tensors(*[(4, 1500, 16, 128)] * 3)
     first = forward(q, k, v, causal=causal)
     for _ in range(20):

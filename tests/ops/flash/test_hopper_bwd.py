@@ -256,7 +256,7 @@ def test_parts_have_the_same_bits(case, monkeypatch):
 def test_free_order_is_close_to_the_fixed_one(channels):
     q, k, v, do = tensors(*[(2, 2000, 8, channels)] * 4)
     fixed = gradients(q, k, v, do, causal=True)
-    # The third call and those after it are replays.
+    # The third call and those after it run a template.
     for _ in range(4):
         for a, b in zip(gradients(q, k, v, do, causal=True, deterministic=False), fixed, strict=True):
             assert (a.double() - b.double()).norm() / b.double().norm() < 1e-3

@@ -1,4 +1,4 @@
-"""Launches as values: replays, strides, descriptors, tile widths."""
+"""Launches as values: strides, descriptors, tile widths."""
 
 import pytest
 import torch

@@ -25,17 +25,21 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 ALIGNMENT = 16
 
 
-def _is_plain() -> bool:
-    """Whether nothing but autograd stands between a call and its kernels: no compiler, mode, transform, cast, check or observer."""
-    return not (
+def _is_traced() -> bool:
+    """Whether a compiler, a mode, a transform or an observer stands between a call and its kernels."""
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_autocast_enabled("cpu")
         or backend.observed()
-        or "TILEWISE_CHECK" in os.environ
+    )
+
+
+def _is_plain() -> bool:
+    """Whether nothing but autograd does, and neither a cast nor a check of values is asked for."""
+    return not (
+        _is_traced() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu") or "TILEWISE_CHECK" in os.environ
     )
 
 
@@ -167,7 +171,7 @@ class Operator:
 
     def call_checked(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
         """Call with arguments that need no check, tensors first: a backward's, which is in a hurry."""
-        if torch.is_grad_enabled() or not _is_plain():
+        if torch.is_grad_enabled() or _is_traced():
             return self.call(given, numbers, _as_they_are)
         key: list[Any] = [*numbers]
         for x in given:
