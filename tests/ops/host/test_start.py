@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._host import start
 from tilewise.ops._host.kept import Kept
@@ -26,12 +28,13 @@ def rows(x, size, stride, strides, scale, SIZE: tl.constexpr, WIDTH: tl.constexp
 
 
 class Kernel:
-    """A kernel as Triton sees it, before it is compiled: what compiles it is counted, what launches it is written down."""
+    """A kernel as Triton sees it before it is compiled; what launches it is written down."""
 
     def __init__(self):
         jitted = JITFunction(rows, do_not_specialize=["size"])
         self.fn, self.params = jitted.fn, jitted.params
-        self.bind = create_function_from_signature(jitted.signature, jitted.params, make_backend(GPUTarget("cuda", 90, 32)))
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(jitted.signature, jitted.params, backend)
         self.direct, self.by_triton = [], []
         self.descriptors = None
 
@@ -80,6 +83,8 @@ needs_one_launcher = pytest.mark.skipif(
 def kernel(monkeypatch):
     monkeypatch.setattr(start, "_kernels", Kept(64))
     monkeypatch.setattr(start, "_signatures", {})
+    # Compiling side by side is not the matter here.
+    monkeypatch.setattr(start, "_compile_expected", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
     return Kernel()
@@ -112,6 +117,7 @@ OTHER = {
     "one stride of 1": {"strides": (32, 1)},
     "fewer strides": {"strides": (32,)},
     "no strides": {"strides": None},
+    "a tensor among numbers": {"strides": (MEMORY, 17)},
     "no number": {"scale": None},
     "a constant": {"SIZE": 128},
     "a constant that has a default": {"WIDTH": 8},
@@ -135,6 +141,14 @@ def test_what_triton_specialises_on_gives_another_kernel(kernel, name):
     assert found(kernel, **OTHER[name]) is found(kernel, **OTHER[name])
 
 
+def test_tensors_in_a_tuple_count_as_those_outside(kernel):
+    whole = found(kernel, strides=(MEMORY, 17))
+    assert found(kernel, strides=(MEMORY[4:], 33)) is whole
+    for other in (MEMORY[1:], MEMORY.view(torch.int32), None, 0.5):
+        assert found(kernel, strides=(other, 17)) is not whole
+    assert found(kernel, strides=(None, 17)) is not found(kernel, strides=(0.5, 17))
+
+
 def test_each_device_and_kernel_has_its_own(kernel):
     assert found(kernel, device=1) is not found(kernel)
     template = Template(CPU)
@@ -143,13 +157,14 @@ def test_each_device_and_kernel_has_its_own(kernel):
 
 
 whole = st.sampled_from([-(2**40), -16, -1, 0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31, 2**31 + 16, 2**40])
+tensor = st.sampled_from([MEMORY, MEMORY[1:], MEMORY[4:], MEMORY.half(), MEMORY.view(torch.int64)])
 number = whole | st.none() | st.floats(0.5, 2.0)
 arguments = st.fixed_dictionaries(
     {
-        "x": st.sampled_from([None, MEMORY, MEMORY[1:], MEMORY[4:], MEMORY.half(), MEMORY.view(torch.int64)]),
+        "x": st.none() | tensor,
         "size": number,
         "stride": number,
-        "strides": st.none() | st.lists(whole, min_size=1, max_size=2).map(tuple),
+        "strides": st.none() | st.lists(whole, min_size=1, max_size=2).map(tuple) | st.tuples(tensor, whole),
         "scale": number,
         "SIZE": st.sampled_from([16, 32]),
     }
@@ -164,6 +179,7 @@ def test_one_kernel_is_one_to_triton(one, changes, names):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "_kernels", Kept(64))
         patch.setattr(start, "_signatures", {})
+        patch.setattr(start, "_compile_expected", lambda *_: None)
         compiled = [start._find(Launch(kernel, 1, x), 0)[0].compiled for x in (one, other)]
     keys = [str(kernel.bind(**x)[1]) for x in (one, other)]
     assert compiled[0] is not compiled[1] or keys[0] == keys[1]
@@ -183,20 +199,55 @@ def assert_alike(calls):
     assert list(arguments) == list(own_arguments)
 
 
-@needs_one_launcher
-def test_a_launch_with_descriptors_is_triton_s_own(kernel, monkeypatch):
-    def encode(described, made_with, *_):
-        return [f"map of {described.base.data_ptr()}, {made_with}", *described.shape, *described.strides]
+MADE_WITH = {"swizzle": 3, "elem_size": 4, "elem_type": 8, "block_size": [8, 16], "fp4_padded": False}
 
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(start, "_encode", encode)
+
+@pytest.fixture
+def encoded(kernel, monkeypatch):
+    """What the driver was asked to encode, for a kernel whose x is a descriptor."""
+    calls = []
+
+    def encode(address, swizzle, size, kind, block, shape, strides, padding):
+        calls.append((address, swizzle, size, kind, tuple(block), tuple(shape), tuple(strides), padding))
+        return f"map {len(calls)}"
+
+    utils = SimpleNamespace(fill_tma_descriptor_tiled=encode)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    # Under the interpreter Triton's own refuses a tensor on the CPU.
     monkeypatch.setattr(Descriptor, "triton", lambda self: self)
-    kernel.descriptors = ("made with",)
+    kernel.descriptors = (MADE_WITH,)
+    return calls
+
+
+@needs_one_launcher
+def test_a_launch_with_descriptors_is_triton_s_own(kernel, encoded):
     described = Descriptor(MEMORY, (8, 16), (16, 1), (8, 16))
     start.run(Launch(kernel, 3, PLAIN | {"x": described}))
     own = Compiled(kernel, kernel.descriptors)
-    own.run(3, 1, 1, 77, own.function, own.packed_metadata, None, None, None, described, 5, 48, (32, 17), 0.5, 64, 4)
+    theirs = TensorDescriptor(MEMORY, [8, 16], [16, 1], [8, 16])
+    own.run(
+        3, 1, 1, 77, own.function, own.packed_metadata, None, None, None, theirs, 5, 48, (32, 17), 0.5, 64, 4
+    )  # fmt: skip
+    assert encoded[0] == encoded[1]
+    kernel.direct[1][-1][0] = "map 1"
     assert_alike(kernel.direct)
+
+
+@needs_one_launcher
+def test_an_unknown_descriptor_is_left_to_triton(kernel, encoded):
+    """Such as one that a newer Triton says more of."""
+    for unknown in (None, MADE_WITH | {"fp4_padded": True}, MADE_WITH | {"newer": 1}):
+        kernel.descriptors = (unknown,)
+        kernel.by_triton.clear()
+        start._kernels.clear()
+        template = Template(CPU)
+        described = Descriptor(template.given(MEMORY), (8, 16), (16, 1), (8, 16))
+        start.find(Launch(kernel, 3, PLAIN | {"x": described}))([MEMORY], [1024], 77)
+        start.run(Launch(kernel, 3, PLAIN | {"x": described._replace(base=MEMORY)}))
+        (_, (first, *_)), (_, (second, *_)) = kernel.by_triton
+        assert first.base.data_ptr() == 1024
+        assert second.base is MEMORY
+    assert encoded == []
 
 
 @needs_one_launcher
@@ -279,28 +330,20 @@ def test_a_launch_fills_in_addresses(kernel):
 
 
 @needs_one_launcher
-def test_descriptors_are_kept_while_the_address_is_the_same(kernel, monkeypatch):
-    encoded = []
-
-    def encode(described, made_with, *_):
-        encoded.append((described.base.data_ptr(), tuple(described.shape), made_with))
-        return [f"map {len(encoded)}"]
-
-    monkeypatch.setattr(start, "_encode", encode)
-    kernel.descriptors = ("made with",)
+def test_descriptors_are_kept_while_the_address_is_the_same(kernel, encoded):
     template = Template(CPU)
     described = Descriptor(template.given(MEMORY)[16:], (8, 16), (16, 1), (8, 16))
-    monkeypatch.setattr(Descriptor, "triton", lambda self: self)
     started = start.find(Launch(kernel, 3, PLAIN | {"x": described}))
     for address in (1024, 1024, 2048, 1024):
         started([None], [address], 77)
-    assert encoded == [(1024 + 64, (8, 16), "made with"), (2048 + 64, (8, 16), "made with")]
+    assert [call[0] for call in encoded] == [1024 + 64, 2048 + 64]
     assert [list(call[-1])[:5] for call in kernel.direct] == [[f"map {i}", 8, 16, 16, 1] for i in (1, 1, 2, 1)]
-    # Never more than so many, whatever the allocator gives.
-    for i in range(3 * start.MOST_ENCODED):
+    # Whatever the allocator gives, so many at most are kept, and the last is one of them.
+    for i in range(2 * start.MOST_ENCODED + 1):
         started([None], [4096 * (i + 1)], 77)
-    assert len(encoded) <= 2 + 3 * start.MOST_ENCODED
-    started([None], [4096 * 3 * start.MOST_ENCODED], 77)
-    assert len(encoded) <= 2 + 3 * start.MOST_ENCODED
-    other = Descriptor(template.given(MEMORY), (8, 16), (16, 1), (4, 16))
-    assert found(kernel, x=other) is not found(kernel, x=described)
+    count = len(encoded)
+    started([None], [4096 * (2 * start.MOST_ENCODED + 1)], 77)
+    assert len(encoded) == count
+    started([None], [1024], 77)
+    assert len(encoded) == count + 1
+    assert found(kernel, x=described._replace(block_shape=(4, 16))) is not found(kernel, x=described)

@@ -102,7 +102,7 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
         elif kind is tuple and value[0].__class__ is not int:
             # Of tensors and numbers: a trace's memory and what lies in it.
             values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
-            key.append(tuple([_trait(x, specialised) if x.__class__ is int else getattr(x, "dtype", None) for x in value]))
+            key.append(tuple([(x.dtype, x.data_ptr() % ALIGNMENT == 0) if hasattr(x, "data_ptr") else _trait(x, specialised) for x in value]))
         else:
             key.append(_trait(value, specialised))
     return tuple(key), values
