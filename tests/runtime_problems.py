@@ -19,7 +19,8 @@ ON_GPU = torch.cuda.is_available()
 ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 # Tokens of a problem. Kernels for Hopper take more than 128 keys.
 TOKENS = 260 if ON_GPU else 29
-# Calls of one problem: by the plan, by the template that the second makes, by that template again. The cpu backend has none.
+# Calls of one problem: by the plan, by the template that the second makes, by that template again.
+# The cpu backend has no templates.
 REPEATS = 3 if ON_GPU else 1
 # Blocks that a query selects: all there are. A choice that rounding turns round would compare as an error.
 BLOCKS = 40 if ON_GPU else 4
@@ -27,7 +28,7 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
 class Kind(NamedTuple):
-    """An operator with its options. Dense tensors are `[1, T, H, D]` here, so that packed ones are the same without the first axis."""
+    """An operator with its options. Dense tensors are `[1, T, H, D]`, packed ones the same without the first axis."""
 
     module: ModuleType
     # Heads and channels of each tensor that is differentiated.
@@ -68,7 +69,8 @@ def call_steps(x: Any, fixed: Any, backend: str) -> torch.Tensor:
     # A window for every 4 tokens but the last ones.
     k_cmp, v_cmp = (y[:, : (q.shape[1] - 8) // 4 + 1] for y in (k_cmp, v_cmp))
     near = tilewise.compressed_attention(q, k_cmp, v_cmp, **windows, backend=backend)
-    chosen = tilewise.select_blocks(q.detach(), k_cmp.detach(), **windows, block_size=16, block_count=BLOCKS, backend=backend)
+    sizes = windows | {"block_size": 16, "block_count": BLOCKS}
+    chosen = tilewise.select_blocks(q.detach(), k_cmp.detach(), **sizes, backend=backend)
     return near + tilewise.selected_attention(q, k, v, chosen, block_size=16, backend=backend)
 
 

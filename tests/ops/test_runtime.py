@@ -1,4 +1,4 @@
-"""Every operator under what a runtime does to it: graphs, streams, threads, compilers, checkpoints, odd addresses, many shapes.
+"""Every operator under what a runtime does to it: graphs, streams, threads, compilers, checkpoints, odd addresses.
 
 On a GPU kernels run compiled; elsewhere the cpu backend runs what needs no GPU: interpreted kernels would take minutes.
 """
@@ -125,8 +125,12 @@ def test_saved_tensors_come_back_with_other_strides(name):
     # Tokens and heads in the other order in memory, which what is saved and comes back is not.
     strided = [x.detach().transpose(-3, -2).contiguous().transpose(-3, -2) if x.dim() > 2 else x for x in plain.leaves]
     problem = plain.on([x.detach().requires_grad_() for x in strided])
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
     for _ in range(REPEATS):
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             assert_close(problem.step(), truth)
     for pinned in (False, True) if ON_GPU else (False,):
         with torch.autograd.graph.save_on_cpu(pin_memory=pinned):

@@ -1,4 +1,4 @@
-"""Capturing and pretending another architecture are of one context: other threads and tasks compute as ever, and a backward is told."""
+"""Capturing and pretending another architecture are of one context: other threads and tasks compute as ever."""
 
 import asyncio
 import threading

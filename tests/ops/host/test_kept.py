@@ -87,11 +87,14 @@ def test_an_operation_tells_numbers_and_tuples_apart(monkeypatch):
     keys = []
     operation = Operation(lambda *arguments: None)
     monkeypatch.setattr(operation._templates, "add", lambda key, value: keys.append(key))
-    monkeypatch.setattr(template, "_read", lambda arguments, key, tensors: (tensors.append(Recorded()), read(arguments, key, [])))
+
+    def read(arguments, key, tensors):
+        original(arguments, key, [])
+        tensors.append(Recorded())
+
+    original = template._read
+    monkeypatch.setattr(template, "_read", read)
     calls = [(1,), (True,), (1.0,), (None,), ((1, 2),), ((1,), 2), ((True, 2),), (("a",),), ("a",)]
     for arguments in calls:
         operation(*arguments)
     assert len(set(keys)) == len(calls)
-
-
-read = template._read

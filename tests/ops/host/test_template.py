@@ -1,7 +1,7 @@
-"""Launch templates: slots say what tensors say, and a template gives bit for bit what its plan gives, with memory freed in time.
+"""Launch templates: slots say what tensors say, and a template gives bit for bit what its plan gives.
 
-Templates run on GPUs alone. Here the same code runs them on the CPU: only the last step, the launch of a compiled kernel, is an interpreted one
-that finds its tensors by their addresses.
+Templates run on GPUs alone. Here the same code runs them on the CPU: only the last step, the launch of a compiled
+kernel, is an interpreted one that finds its tensors by their addresses.
 """
 
 import ctypes
@@ -124,7 +124,8 @@ def test_bad_indices_raise_as_a_tensor_s():
 
 def test_a_plan_cannot_look_at_values():
     slot = slot_of(torch.ones(3))
-    for look in (bool, int, float, Slot.tolist, Slot.item, Slot.numpy, lambda x: x == 1, lambda x: x != 1, lambda x: x > 1, lambda x: 1 in [x]):
+    compared = lambda x: x == 1, lambda x: x != 1, lambda x: x > 1, lambda x: 1 in [x]
+    for look in (bool, int, float, Slot.tolist, Slot.item, Slot.numpy, *compared):
         with pytest.raises(TypeError):
             look(slot)
     with pytest.raises(TypeError, match="a slot has no values"):
@@ -133,12 +134,12 @@ def test_a_plan_cannot_look_at_values():
 
 def at(address, like, alive):
     """What a slot stands for, at an address; all of it must be memory of a tensor that is alive."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
-    size = extent * like.dtype.itemsize
-    if not size:
+    if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
-    inside = [x for x in alive if x is not None and x.data_ptr() <= address]
-    assert any(address + size <= x.untyped_storage().data_ptr() + x.untyped_storage().nbytes() for x in inside), "memory that is not there"
+    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    size = (1 + last) * like.dtype.itemsize
+    before = [x.untyped_storage() for x in alive if x is not None and x.data_ptr() <= address]
+    assert any(address + size <= x.data_ptr() + x.nbytes() for x in before), "memory that is not there"
     flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
     return flat.view(like.dtype).as_strided(like.shape, like.stride())
 
@@ -221,7 +222,8 @@ def launch_of(**arguments):
 def lives(template):
     """For each step, how many pieces of memory there are after it that the template made."""
     runs = template._find_kernels(careful=False)
-    held, addresses, counts = [torch.empty(0)] * template._given + [None] * (template._size - template._given), [0] * template._size, []
+    held = [torch.empty(0)] * template._given + [None] * (template._size - template._given)
+    addresses, counts = [0] * template._size, []
     for run, freed in runs:
         run(held, addresses, 0)
         for base in freed:
