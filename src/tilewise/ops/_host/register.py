@@ -38,9 +38,7 @@ def _is_traced() -> bool:
 
 def _is_plain() -> bool:
     """Whether nothing but autograd does, and neither a cast nor a check of values is asked for."""
-    return not (
-        _is_traced() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu") or "TILEWISE_CHECK" in os.environ
-    )
+    return not (_is_traced() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu") or "TILEWISE_CHECK" in os.environ)
 
 
 class _Problem:
