@@ -27,27 +27,32 @@ WITHOUT_KERNELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What one call would run; `print` it, or read its fields."""
+    """What one call would run; `print` it, or read its fields.
+
+    Args:
+        function: the operator's name.
+        backend: `triton`, `cpu` or `reference`.
+        why: what chose it: the argument, TILEWISE_BACKEND, or where the tensors are.
+        architecture: compute capability as one number, 90 for an H100, whose tiles these are; None without kernels.
+        interpreted: whether kernels are interpreted, on the CPU.
+        forward: the kernels in order, those that are launched alike once, with how often: `name`, `grid`, `block_m`,
+            `block_n`, `warps`, `stages`, `tma`, `gluon`, `times`.
+        backward: the same; None where no tensor requires a gradient.
+        reasons: why faster kernels, or faster ways to read tensors, were not taken: `backward of D 192: portable kernels`.
+        forward_bytes: the most memory that the forward holds at a time beside what it returns or keeps for the backward.
+        backward_bytes: the same of the backward, beside gradients.
+    """
 
     function: str
     backend: str
-    """`triton`, `cpu` or `reference`."""
     why: str
-    """Why this backend: the argument, TILEWISE_BACKEND, or where the tensors are."""
     architecture: int | None
-    """Compute capability as one number, 90 for an H100, whose tiles these are; None without kernels."""
     interpreted: bool
-    """Whether kernels are interpreted, on the CPU."""
     forward: tuple[Kernel, ...]
-    """The kernels in order."""
     backward: tuple[Kernel, ...] | None
-    """The same; None where no tensor requires a gradient."""
     reasons: tuple[str, ...]
-    """Why faster kernels, or faster ways to read tensors, were not taken: `backward: D 192: portable kernels`."""
     forward_bytes: int
-    """The most memory that the forward allocates at a time beside what it returns or keeps for the backward."""
     backward_bytes: int
-    """The same of the backward, beside gradients."""
 
     def __str__(self) -> str:
         where = "" if self.architecture is None else f", tiles of sm_{self.architecture}"
@@ -85,9 +90,12 @@ def _size(number: float) -> str:
 
 @contextlib.contextmanager
 def explaining_on(architecture: int | str) -> Iterator[None]:
-    """Inside, `explain` answers as if tensors were on a GPU of this architecture, `"sm_80"` or 80, wherever they are.
+    """Inside, `explain` answers as if tensors were on another GPU, wherever they are. Calls are not changed.
 
-    Calls are not changed. It counts in this thread, or task, alone.
+    Args:
+        architecture: its compute capability, `"sm_80"` or 80.
+
+    It counts in this thread, or task, alone.
     """
     digits = str(architecture).removeprefix("sm_")
     if isinstance(architecture, bool) or not digits.isdigit():

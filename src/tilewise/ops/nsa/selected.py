@@ -6,12 +6,12 @@ import torch
 import triton.language as tl
 
 from tilewise.ops._host.backend import architecture, interpreting
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, tile_widths, why_pointers
+from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, tile_widths
 from tilewise.ops._host.packing import batch_size
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
-from tilewise.ops.nsa import configs, index
+from tilewise.ops.nsa import configs, index, why
 from tilewise.ops.nsa.index import Named, Unions
 from tilewise.ops.nsa.kernels_selected_bwd import (
     nsa_selected_bwd_keys_kernel,
@@ -59,18 +59,9 @@ class Inputs(NamedTuple):
         tokens = self.config(kernel).block_m // group_p
         plain = self.named.own == 0 and self.sel_scale is None and self.causal
         if not plain or group_p == 1 or tokens > 32 or tokens * self.named.slots_p > configs.UNION_ENTRIES:
-            note(self.q, self._why_key_order, plain, group_p, tokens)
+            note(self.q, why.key_order_only, plain, group_p, tokens, self.named.slots)
             return 0
         return tokens
-
-    def _why_key_order(self, plain: bool, group_p: int, tokens: int) -> str:
-        if not plain:
-            why = "own blocks or sel_scale"
-        elif group_p == 1:
-            why = "one query head for each KV head"
-        else:
-            why = f"{tokens} tokens of a tile and {self.named.slots} blocks of each"
-        return f"{why}: key order only (lists)"
 
 
 def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
@@ -215,18 +206,12 @@ def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config
         "WANTED": UNION,
     }
     if config.tma:
-        note(inputs.q, _why_pointers, inputs, arguments["BLOCK_N"])
+        note(inputs.q, why.pointers, inputs.k, inputs.v, named.block_size, arguments["BLOCK_N"])
     if tma:
         rows = named.block_size
         beside |= {"k": descriptor(inputs.k, rows, arguments["BLOCK_D"]), "v": descriptor(inputs.v, rows, arguments["BLOCK_DV"])}
         beside |= {"k_strides": None, "v_strides": None}
     return beside
-
-
-def _why_pointers(inputs: Inputs, block_n: int) -> str | None:
-    if block_n != inputs.named.block_size:
-        return f"blocks of {inputs.named.block_size} keys are no power of two of at least 16: pointers, not TMA"
-    return why_pointers(k=inputs.k, v=inputs.v)
 
 
 def _flag(inputs: Inputs, unions: Unions, direction: Literal["fwd", "dq"]) -> torch.Tensor:
