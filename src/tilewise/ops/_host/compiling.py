@@ -7,7 +7,6 @@ library, 2 to 3 s. Processes that start at once, the ranks of a job, share the w
 import contextlib
 import contextvars
 import hashlib
-import importlib
 import os
 import threading
 import time
@@ -17,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton import knobs
+
+# Triton imports it inside the first compilation: here, so that no call imports anything.
+from triton.compiler import code_generator as code_generator
 from triton.runtime import cache
 
 from tilewise.ops._host.jobs import jobs
@@ -33,15 +35,6 @@ LOCKS = "tilewise-locks"
 MOST_WAITED = 120.0
 # Seconds between two looks at the locks of others.
 PAUSE = 0.02
-
-# What Triton imports inside its first compilations: here, so that no call does.
-for _name in (
-    "triton.compiler.code_generator",
-    "triton.experimental.gluon._compiler",
-    "triton.experimental.gluon.language._semantic",
-):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(_name)
 
 
 class _Expected:

@@ -52,6 +52,8 @@ class _Kernel(NamedTuple):
 
 _signatures: dict[Any, _Signature] = {}
 _kernels: Kept[_Kernel] = Kept(MOST_COMPILED)
+# What Triton has compiled in this process, launched or not yet.
+_compiled: Kept[bool] = Kept(MOST_COMPILED)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -113,7 +115,8 @@ def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
     key, values = _key(launch, device)
     found = _kernels.get(key)
     if found is None:
-        _compile_expected(launch, key, device)
+        if _compiled.get(key) is None:
+            _compile_expected(launch, key, device)
         found = _kernels.add(key, _prepare(launch.compile()))
     return found, values
 
@@ -129,7 +132,8 @@ def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None
     wanted = {key: launch}
     for other in compiling.expected():
         wanted.setdefault(_key(other, device)[0], other)
-    compiling.compile_all([task(one, other, device) for other, one in wanted.items() if _kernels.get(other) is None])
+    missing = {other: one for other, one in wanted.items() if _kernels.get(other) is None and _compiled.get(other) is None}
+    compiling.compile_all([task(one, other, device) for other, one in missing.items()])
 
 
 def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.Task:
@@ -140,6 +144,7 @@ def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.
         # A helper's own device is the first one.
         with contextlib.nullcontext() if device is None else torch.cuda.device(device):
             _build_launcher(launch.compile())
+        _compiled.add(key, True)
 
     name = compiling.lock_name(function.__module__, function.__qualname__, traits)
     return compiling.Task(name, compile, len(launch.kernel.src))

@@ -1,0 +1,121 @@
+"""A first training step of each operator in a process that compiles nothing, for tests/ops/host/test_compiling.py.
+
+Prints as JSON, by operator: the kernels handed over to be compiled, a list a time; whether Triton's cache has the same keys for launches of slots, as
+a first call compiles them, and for those that `tilewise warmup` collects.
+"""
+
+import hashlib
+import json
+from unittest import mock
+
+import torch
+import triton
+from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
+
+from tilewise import _warmup_worker, registry
+from tilewise.inspect.compile import without_driver
+from tilewise.ops._host import backend, compiling, launching, register, start
+from tilewise.ops._host.launch import Launch
+
+CASES = {
+    "flash": ("T=128,D=64,causal", "T=192,D=64,causal"),
+    "hstu": ("lengths=128/64,D=32", "lengths=96/80,D=32"),
+    "bsa": ("lengths=128/64,D=32", "lengths=96/80,D=32"),
+    "nsa": ("T=256,H=16,Hk=1,D=64,count=4", "T=240,H=16,Hk=1,D=64,count=4"),
+}
+ARCHITECTURE = 90
+
+
+def leaves(operator, case):
+    (found,) = _warmup_worker.cases(operator, [case])
+    zeros = found.problem.tensors(lambda _name, shape, _size: torch.zeros(shape, dtype=torch.bfloat16))
+    tensors = {name: x.to("meta") for name, x in zeros.items()}
+    return found, tensors
+
+
+def step(operator, case):
+    """As a user's, on tensors without data."""
+    found, tensors = leaves(operator, case)
+    wanted = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
+    results = registry.find(operator).load("function")(**found.problem.arguments(tensors), **found.problem.options())
+    output = results[0] if isinstance(results, tuple) else results
+    torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
+
+
+def remember(self, key, given, arguments):
+    """As on a GPU."""
+    return self._problems.add(key, register._Problem(self.run, self._plan, self._differentiate, given, arguments))
+
+
+def handed_over(operator):
+    """Kernels, by hand-over, of a first step, the same again, and one of another shape."""
+    times = []
+
+    def compile_all(tasks, *_):
+        times[-1].append(sorted(task.name for task in tasks))
+        for task in tasks:
+            task.compile()
+
+    with (
+        mock.patch.object(backend, "_check_triton"),
+        mock.patch.object(register.Operator, "_remember", remember),
+        mock.patch.object(launching, "run_all", lambda launches, _: [start._find(one, 0) for one in launches if one.grid]),
+        mock.patch.object(compiling, "compile_all", compile_all),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(Launch, "compile", return_value=mock.MagicMock()),
+        mock.patch.object(start, "_direct_launcher"),
+    ):
+        for case in CASES[operator]:
+            times.append([])
+            step(operator, case)
+    return times
+
+
+def cache_keys(launches):
+    """Triton's, of the kernels that launches need."""
+    found = set()
+
+    def compile(source, target=None, options=None, _env_vars=None):
+        compiler = make_backend(target)
+        parsed = compiler.parse_options(dict(options or {}, **source.parse_options()))
+        key = get_cache_key(source, compiler, parsed, env_vars=get_cache_invalidating_env_vars())
+        found.add(f"{source.name} {hashlib.sha256(key.encode()).hexdigest()}")
+
+    with mock.patch.object(triton.compiler, "compile", compile), without_driver(ARCHITECTURE):
+        for launch in launches:
+            launch.kernel.device_caches.clear()
+            launch.compile()
+            launch.kernel.device_caches.clear()
+    return found
+
+
+def of_slots(operator):
+    """What a first step on a GPU compiles."""
+    found = []
+
+    def remember_and_ask(self, key, given, arguments):
+        problem = register._Problem(self.run, self._plan, self._differentiate, given, arguments)
+        found.append(problem.launches(given, True))
+        raise InterruptedError
+
+    case, tensors = leaves(operator, CASES[operator][0])
+    with (
+        backend.as_if_on(ARCHITECTURE),
+        mock.patch.object(register.Operator, "_remember", remember_and_ask),
+        mock.patch.object(register, "_is_plain", return_value=True),
+    ):
+        try:
+            registry.find(operator).load("function")(**case.problem.arguments(tensors), **case.problem.options())
+        except InterruptedError:
+            return found[0]
+    raise AssertionError("no problem was remembered")
+
+
+if __name__ == "__main__":
+    document = {}
+    for operator in CASES:
+        (case,) = _warmup_worker.cases(operator, [CASES[operator][0]])
+        collected = _warmup_worker.launches(operator, case, torch.bfloat16, ARCHITECTURE, forward_only=False)
+        slots, warmed = cache_keys(of_slots(operator)), cache_keys(collected)
+        document[operator] = {"slots": sorted(slots), "warmed": sorted(warmed), "handed_over": handed_over(operator)}
+    print(json.dumps(document))
