@@ -62,6 +62,7 @@ def handed_over(operator):
         mock.patch.object(launching, "run_all", lambda launches, _: [start._find(one, 0) for one in launches if one.grid]),
         mock.patch.object(compiling, "compile_all", compile_all),
         mock.patch.object(torch.cuda, "device"),
+        without_driver(ARCHITECTURE),
         mock.patch.object(Launch, "compile", return_value=mock.MagicMock()),
         mock.patch.object(start, "_direct_launcher"),
     ):

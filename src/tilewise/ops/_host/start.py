@@ -139,6 +139,9 @@ def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None
 def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.Task:
     """A launch to compile for a device; None for the one that Triton takes to be there."""
     function, _, *traits = key
+    if device is not None:
+        # Triton makes its table of compiled kernels here, and not in two helpers at a time.
+        launch.kernel.device_caches[device]
 
     def compile() -> None:
         # A helper's own device is the first one.
