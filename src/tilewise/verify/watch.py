@@ -1,5 +1,6 @@
 """Fresh memory under watch: every tensor that Python code allocates holds NaN until written, and has guards that show a write beyond its ends."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -15,15 +16,15 @@ _FACTORIES = {
     torch: {"empty": True, "empty_like": True, "empty_strided": True, "zeros": False, "zeros_like": False, "full": False, "full_like": False},
     torch.Tensor: {"new_empty": True, "new_empty_strided": True, "new_zeros": False, "new_full": False},
 }
-_KEY = backend.WATCH
 _installing = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
-_watches = 0
+# Those in force, of all threads.
+_watches: list["Watch"] = []
 
 
 class Watch:
-    """Inside `with Watch() as watch`, what this thread allocates is watched, and what its backward allocates in torch's
-    own threads; other threads are not. `fill` is what unwritten memory holds.
+    """Inside `with Watch() as watch`, what this thread allocates is watched, and what a backward allocates in torch's
+    own threads; Python's other threads are not. `fill` is what unwritten memory holds.
     """
 
     def __init__(self, fill: float = torch.nan) -> None:
@@ -31,14 +32,15 @@ class Watch:
         self._allocations: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
 
     def __enter__(self) -> Self:
-        _install()
-        self._outer = _current()
-        torch._C._stash_obj_in_tls(_KEY, self)
+        self._thread = threading.get_ident()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(backend.watching())
+        _install(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_KEY, self._outer)
-        _uninstall()
+        _uninstall(self)
+        self._stack.close()
 
     def overrun(self) -> str:
         """What was written beyond the ends of an allocation; empty where nothing was."""
@@ -70,15 +72,24 @@ class Watch:
 
 
 def _current() -> Watch | None:
-    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    """The watch of this thread; in a thread of autograd's, which belongs to no one, the newest of all."""
+    ident = threading.get_ident()
+    found = next((watch for watch in reversed(_watches) if watch._thread == ident), None)
+    if found is None and _watches and torch._C._current_graph_task_id() >= 0 and not _is_python_s(ident):
+        return _watches[-1]
+    return found
 
 
-def _install() -> None:
+def _is_python_s(ident: int) -> bool:
+    """Whether a thread was made by Python: torch's own are known to it as dummies, if at all."""
+    return any(thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
+
+
+def _install(watch: Watch) -> None:
     """While anyone watches, torch's factories ask who does. Watches of threads may overlap: the last takes it away."""
-    global _watches
     with _installing:
-        _watches += 1
-        if _watches > 1:
+        _watches.append(watch)
+        if len(_watches) > 1:
             return
         for owner, names in _FACTORIES.items():
             for name, unwritten in names.items():
@@ -86,11 +97,10 @@ def _install() -> None:
                 setattr(owner, name, _watched(getattr(owner, name), unwritten))
 
 
-def _uninstall() -> None:
-    global _watches
+def _uninstall(watch: Watch) -> None:
     with _installing:
-        _watches -= 1
-        if _watches == 0:
+        _watches.remove(watch)
+        if not _watches:
             for owner, name, original in _originals:
                 if original is None:
                     # It came from a base class.

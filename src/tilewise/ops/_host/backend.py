@@ -162,18 +162,27 @@ def observed() -> bool:
     return _collected.get() is not None or _as_if.get() is not None or _explained.get() is not None
 
 
-# Where torch keeps an object of a thread that watches over fresh memory: it takes such objects along to the threads that run a backward.
-WATCH = "tilewise.watch"
+_watched: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewise_watched", default=False)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Inside, this context's allocations go through torch's functions, one by one, where a watch over fresh memory sees them."""
+    token = _watched.set(True)
+    try:
+        yield
+    finally:
+        _watched.reset(token)
 
 
 def watched() -> bool:
-    """Whether this thread's allocations are watched: they all go through torch's functions then, one by one."""
-    return torch._C._is_key_in_tls(WATCH) and torch._C._get_obj_in_tls(WATCH) is not None
+    """Whether this context's allocations are watched."""
+    return _watched.get()
 
 
 def asked() -> contextvars.Context | None:
     """What this context asked for, to be carried to a backward, which torch runs in a thread of its own; None where it asked for nothing."""
-    return contextvars.copy_context() if observed() else None
+    return contextvars.copy_context() if observed() or _watched.get() else None
 
 
 def architecture(device: torch.device) -> int:

@@ -263,7 +263,7 @@ def _autograd_functions(
 
     def forward_again(ctx: Any, problem: _Problem, *given: Any) -> Any:
         output = problem.run(given, differentiated=True)
-        ctx.asked = None
+        ctx.asked = backend.asked()
         setup_context(ctx, problem.arguments(given), output)
         return output
 
