@@ -13,6 +13,7 @@ ALLOWED = {
     "interpreter.py": "only where a process interprets kernels: tests/test_repair.py",
     "trace/record.py": ASKS,
     "verify/watch.py": ASKS,
+    "_warmup_worker.py": OWN_PROCESS,
     "inspect/audit_run.py": OWN_PROCESS,
     "inspect/audit_worker.py": OWN_PROCESS,
     "inspect/compile.py": OWN_PROCESS,

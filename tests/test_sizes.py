@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("src", "tests", "benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py"))
-MOST_LINES = 400
+MOST_LINES = 450
 MOST_KERNEL_LINES = 60
 
 

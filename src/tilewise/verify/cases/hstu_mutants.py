@@ -153,7 +153,7 @@ BSA = (
     Mutant("means-lost", "keys get nothing of their means' gradient", _KEYS, "mask=m_c, other=0.0)", "mask=m_c & (o_d < 0)[None, :], other=0.0)"),
     Mutant("window-lost", "keys get nothing of the window's gradient", _KEYS, "if dx_swa is not None:", "if False:"),
     Mutant("compressed-dq-lost", "dQ lacks the compressed branch", "bsa.selected", "inputs, lists, base)", "inputs, lists)"),
-    Mutant("window-dq-lost", "dQ lacks the window", _BSA, "dq += dq_swa", "dq += 0 * dq_swa"),
+    Mutant("window-dq-lost", "dQ lacks the window", _BSA, "dq = dq.add_(dq_swa)", "dq = dq.contiguous()"),
 )  # fmt: skip
 
 _LAYER = "bsa.hstu_bsa"

@@ -35,7 +35,7 @@ SELECTED = (
     Mutant("delta-dropped", "softmax's second gradient term is dropped", _BWD, _PAIRS, "b_ds = b_p * b_dp"),
     Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
     Mutant("dq-unscaled", "dQ lacks the scale", _BWD, "acc_dq * scale", "acc_dq"),
-    Mutant("dk-unscaled", "dK lacks the scale", "nsa.selected", "acc_dk.mul_(inputs.scale)", "acc_dk"),
+    Mutant("dk-unscaled", "dK lacks the scale", "nsa.selected", "_finish(acc_dk, k, inputs.scale)", "_finish(acc_dk, k, 1.0)"),
     Mutant(
         "dv-from-scores", "dV is summed with the scores' gradient", _BWD,
         "tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, acc_dv", "tl.dot(tl.trans(b_ds.to(b_do.dtype)), b_do, acc_dv",
