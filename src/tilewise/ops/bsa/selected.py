@@ -14,9 +14,9 @@ from tilewise.ops.bsa.kernels_selected import bsa_selected_bwd_kernel, bsa_selec
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs as nsa_configs
 from tilewise.ops.nsa import index
-from tilewise.ops.nsa.index import Named
+from tilewise.ops.nsa.index import Named, cut_blocks
 from tilewise.ops.nsa.kernels_selected_bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
-from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, check_blocks, cut_blocks, index_type
+from tilewise.ops.nsa.selected import SUMMED_KEYS, SUMMED_ROWS, check_blocks, index_type
 
 
 def choose(

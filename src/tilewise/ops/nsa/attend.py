@@ -10,8 +10,7 @@ from tilewise.ops._host.register import register
 from tilewise.ops._host.slot import compute
 from tilewise.ops.flash.api import flash_forward
 from tilewise.ops.nsa import arguments, reference
-from tilewise.ops.nsa.branches import KERNELS, nothing, without_autocast
-from tilewise.ops.nsa.steps import fake_outputs
+from tilewise.ops.nsa.branches import KERNELS, fake_outputs, nothing, without_autocast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -62,6 +62,17 @@ def without_autocast(backend: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False) if backend == "cpu" else contextlib.nullcontext()
 
 
+def fake_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE without data."""
+    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    return o, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
+
+
+def fake_gradients(do: torch.Tensor, dlse: torch.Tensor | None, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv without data."""
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
+
+
 def window_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, window_size: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

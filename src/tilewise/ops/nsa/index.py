@@ -6,6 +6,7 @@ import torch
 
 from tilewise.ops._host.launching import Launch, power_of_2
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.kernels_index import (
@@ -150,3 +151,30 @@ def make_unions(named: Named, tokens: int) -> Unions:
     arguments = {"blocks": blocks, "bits": bits, "sizes": sizes, "n_tiles": tiles, "TOKENS": tokens, "num_warps": 1 if entries <= 128 else 4}
     emit(named.indices, Launch(nsa_index_union_kernel, programs, named.geometry() | arguments))
     return Unions(blocks, bits, sizes, tokens)
+
+
+def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
+    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
+
+
+def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """In 32 bits, with -1 in place of a number that is none of so many blocks."""
+    return compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
+
+
+def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    within = torch.arange(parts, dtype=torch.int32, device=indices.device)
+    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+
+
+def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    """Each block's parts in place of it, one after another."""
+    return compute(_cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32)
+
+
+def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
+    """Each along an axis so often, one after another."""
+    shape = list(x.shape)
+    shape[axis] *= times
+    return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)

@@ -12,7 +12,7 @@ from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs, index, why
-from tilewise.ops.nsa.index import Named, Unions
+from tilewise.ops.nsa.index import Named, Unions, cut_blocks, only_blocks, repeat
 from tilewise.ops.nsa.kernels_selected_bwd import (
     nsa_selected_bwd_keys_kernel,
     nsa_selected_bwd_lists_kernel,
@@ -72,28 +72,6 @@ def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
     return blocks
 
 
-def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
-    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
-
-
-def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
-    within = torch.arange(parts, dtype=torch.int32, device=indices.device)
-    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
-
-
-def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each block's parts in place of it, one after another."""
-    return compute(_cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32)
-
-
-def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
-    """Each along an axis so often, one after another."""
-    shape = list(x.shape)
-    shape[axis] *= times
-    return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)
-
-
 def make_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,7 +94,7 @@ def make_inputs(
         )
     blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
     if indices.dtype != torch.int32 or parts > 1:
-        indices = compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
+        indices = only_blocks(indices, blocks)
     if parts > 1:
         indices = cut_blocks(indices, parts)
         sel_scale = None if sel_scale is None else repeat(sel_scale, parts, -1)

@@ -8,7 +8,7 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
 from tilewise.ops.nsa import arguments, reference
-from tilewise.ops.nsa.branches import KERNELS, without_autocast
+from tilewise.ops.nsa.branches import KERNELS, fake_gradients, fake_outputs, without_autocast
 from tilewise.ops.nsa.sizes import Sizes, given_windows
 
 
@@ -320,17 +320,6 @@ def _plan_selected_backward(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     return KERNELS[backend].selected_backward(q, k, v, indices, o, lse, do, dlse, cu, block_size, scale)
-
-
-def fake_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE without data."""
-    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    return o, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
-
-
-def fake_gradients(do: torch.Tensor, dlse: torch.Tensor | None, *tensors: Any) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv without data."""
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
 
 
 def _fake_select(
