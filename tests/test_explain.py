@@ -147,6 +147,14 @@ def test_the_same_kernels_as_the_call_launches():
     assert [(x.kernel.fn.__name__, x.grid) for x in launches] == [(x.name, x.grid) for x in found.forward]
 
 
+@pytest.mark.skipif(not backend.interpreting(), reason="kernels are not interpreted")
+def test_autocast_casts_before_kernels_are_chosen():
+    q = torch.zeros(1, 512, 2, 64)
+    assert "forward: fp32: portable kernels" in flash(q, backend="triton").reasons
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flash(q, backend="triton").reasons == ("forward: Gluon has no interpreter: portable kernels",)
+
+
 def test_errors_are_those_of_the_call():
     with pytest.raises(ValueError, match="q's heads must be a multiple"):
         flash(meta(1, 8, 4, 16), meta(1, 8, 3, 16))

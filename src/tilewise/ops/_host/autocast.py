@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilewise.ops._host.backend import actual
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -19,7 +21,7 @@ def autocasting(function: Function) -> Function:
     def call(*arguments: Any, **named: Any) -> Any:
         if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return function(*arguments, **named)
-        device = next((x.device.type for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)), "")
+        device = next((actual(x.device).type for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)), "")
         # torch.compile before torch 2.12 cannot trace torch.amp.is_autocast_available.
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return function(*arguments, **named)
