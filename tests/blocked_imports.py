@@ -1,27 +1,37 @@
-"""Calls every operator, forward and backward, in a process that cannot import a module: `MODULE BACKEND...`."""
+"""Calls every operator, forward and backward, in a process that cannot import a module: `MODULE WHO BACKEND...`.
 
-import importlib.abc
+WHO is `anybody`, or `tilewise`: Triton's own compiler and launcher import Gluon, whatever kernels they run.
+"""
+
+import builtins
+import importlib
 import sys
 from functools import partial
 
-
-class Blocked(importlib.abc.MetaPathFinder):
-    """Keeps tilewise from importing a module. Triton may: its launcher asks Gluon for the type of a descriptor."""
-
-    def __init__(self, module):
-        self._module = module
-
-    def find_spec(self, name, path=None, target=None):
-        frame = sys._getframe(1)
-        while frame.f_globals["__name__"].startswith("importlib"):
-            frame = frame.f_back
-        inside = frame.f_globals["__name__"].startswith("triton.")
-        if (name == self._module or name.startswith(f"{self._module}.")) and not inside:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+blocked, who, *backends = sys.argv[1:]
+plain_import, plain_import_module = builtins.__import__, importlib.import_module
 
 
-blocked, *backends = sys.argv[1:]
-sys.meta_path.insert(0, Blocked(blocked))
+def refuse(name, importer):
+    if (name == blocked or name.startswith(f"{blocked}.")) and (who == "anybody" or importer.startswith("tilewise")):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def guarded_import(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = (globals or {}).get("__name__", "")
+    whole = importlib.util.resolve_name("." * level + name, globals["__package__"]) if level else name
+    for full in (whole, *(f"{whole}.{part}" for part in fromlist or ())):
+        refuse(full, importer)
+    return plain_import(name, globals, locals, fromlist, level)
+
+
+def guarded_import_module(name, package=None):
+    refuse(name, sys._getframe(1).f_globals["__name__"])
+    return plain_import_module(name, package)
+
+
+importlib.util = plain_import_module("importlib.util")
+builtins.__import__, importlib.import_module = guarded_import, guarded_import_module
 
 import torch  # noqa: E402
 from every_operator import every_operator  # noqa: E402

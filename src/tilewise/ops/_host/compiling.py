@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton import knobs
-
-# Triton imports it inside the first compilation: here, so that no call imports anything.
-from triton.compiler import code_generator as code_generator
 from triton.runtime import cache
 
 from tilewise.ops._host.jobs import jobs
 from tilewise.ops._host.launch import Launch
 
+with contextlib.suppress(ImportError):
+    # Triton imports it inside the first compilation: here, so that no call imports anything. It needs Gluon; where that
+    # is broken, the backends without kernels work.
+    from triton.compiler import code_generator as code_generator
 try:
     import fcntl
 except ImportError:
