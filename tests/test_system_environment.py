@@ -61,8 +61,9 @@ def pip_would_install(site: Path, requirements: list[str], constraints: list[str
     wanted, pins = folder / "requirements.txt", folder / "constraints.txt"
     wanted.write_text("\n".join(requirements))
     pins.write_text("\n".join(constraints))
-    # What is there must do: neither an index nor a folder of packages is looked into.
-    environment = os.environ | {"PYTHONPATH": str(site), "PIP_CONFIG_FILE": os.devnull}
+    # What is there must do: neither an index nor a folder of packages is looked into, whatever pip is set up for here.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PYTHONPATH": str(site), "PIP_CONFIG_FILE": os.devnull}
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report", "-"]
     words = [*pip, "--requirement", wanted, "--constraint", pins]
     result = subprocess.run(words, capture_output=True, text=True, env=environment)
