@@ -72,7 +72,7 @@ def test_other_unequal_widths_are_made_equal_or_at_least_128_bytes(channels, val
 )
 def test_every_tile_once_and_the_longest_sequences_first(lengths, last_first, device):
     offsets = offsets_of(lengths, device)
-    tiles = launch.order_tiles(sum(lengths), len(lengths), offsets, 64, last_first)
+    tiles = launch.order_tiles(torch.empty(sum(lengths), 1, 1, device=offsets.device), len(lengths), offsets, 64, last_first)
     run_all(tiles.launches, offsets.device)
     records = [tuple(record) for record in tiles.order.tolist() if record[1] * 64 < record[3]]
     assert sorted((b, tile) for b, tile, _, _ in records) == [(b, tile) for b, length in enumerate(lengths) for tile in range(-(-length // 64))]

@@ -106,12 +106,13 @@ class Tiles(NamedTuple):
     launches: list[Launch]
 
 
-def order_tiles(tokens: int, batch: int, cu: torch.Tensor | None, block: int, last_first: bool) -> Tiles:
+def order_tiles(x: torch.Tensor, batch: int, cu: torch.Tensor | None, block: int, last_first: bool) -> Tiles:
     """The tiles of all sequences, longest sequences first, so that what runs last is short; LAST_FIRST, each from its last tile down."""
+    tokens = x.shape[-3]
     n_tiles = tile_slots(tokens, block, cu)
     if cu is None:
         return Tiles(n_tiles * batch, n_tiles, None, [])
-    order = cu.new_empty((n_tiles, 4), dtype=torch.int32)
+    order = x.new_empty((n_tiles, 4), dtype=torch.int32)
     arguments = {"cu": cu, "tiles": order, "n_batch": batch, "n_tokens": tokens, "n_slots": n_tiles}
     arguments |= {"LAST_FIRST": last_first, "BLOCK": block, "BLOCK_B": ORDERED, "num_warps": 4}
     return Tiles(n_tiles, n_tiles, order, [Launch(order_tiles_kernel, batch, arguments)])
@@ -194,7 +195,7 @@ def _why_pointers(kernel: configs.Kernel, inputs: Inputs, problem: configs.Probl
 def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps | None = None) -> list[Launch]:
     """The forward's launches in order."""
     q = inputs.q
-    tiles = order_tiles(q.shape[-3], batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal)
+    tiles = order_tiles(q, batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal)
     arguments = _arguments(inputs, config, tiles) | _output("o", o) | {"factor": inputs.factor, "taps": taps}
     return [*tiles.launches, Launch(hstu_fwd_kernel, tiles.slots * q.shape[-2], arguments)]
 
@@ -222,8 +223,8 @@ def backward_launches(
     dq, dk, dv = gradients
     _, block_dv = widths(q.shape[-1], do.shape[-1], do.element_size())
     batch = batch_size(q, inputs.cu_q)
-    tiles_k = order_tiles(k.shape[-3], batch, inputs.cu_k if inputs.cu_k is not None else inputs.cu_q, config_dkdv.block_n, False)
-    tiles_q = order_tiles(q.shape[-3], batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal)
+    tiles_k = order_tiles(k, batch, inputs.cu_k if inputs.cu_k is not None else inputs.cu_q, config_dkdv.block_n, False)
+    tiles_q = order_tiles(q, batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal)
     launches = [*tiles_k.launches, *tiles_q.launches]
     gain = inputs.gain or 1.0
     beside = {"ratio": inputs.alpha / gain, "factor_s": inputs.factor * gain}
