@@ -94,3 +94,10 @@ with tilewise.explaining_on("sm_90"):
         print(*tilewise.explain(tilewise.flash_attention, x, x, x).reasons, sep="\n")
     except ImportError as error:
         print(f"explain: {error}")
+
+if who == "tilewise" and "triton" not in backends:
+    # Kernels that are compiled, not interpreted.
+    from tilewise.inspect import flash as inspected
+
+    found = inspected.defaults(90, torch.bfloat16)
+    print("inspected:", sorted({one.name for one in found}))

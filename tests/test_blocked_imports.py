@@ -36,3 +36,8 @@ def test_without_gluon(blocked):
 def test_where_triton_lacks_gluon_too(blocked):
     """No kernel can be compiled then: Triton's compiler imports it. What needs no kernels works."""
     assert "forward: Gluon cannot be imported from Triton" in run(blocked, "anybody", "cpu", TRITON_INTERPRET="0")
+
+
+def test_portable_kernels_are_inspected_without_gluon():
+    said = run("triton.experimental.gluon", "tilewise", "cpu", TRITON_INTERPRET="0")
+    assert "inspected: ['flash_bwd_dkdv_kernel', 'flash_bwd_dq_kernel', 'flash_bwd_prepare_kernel', 'flash_fwd_kernel']" in said

@@ -83,7 +83,7 @@ def serve(request: dict[str, Any], answer: Any) -> None:
     answer({"found": len(tasks)})
     if start.builds_launchers():
         try:
-            nvidia.library_dirs()
+            nvidia.libcuda_dirs()
         except Exception:
             answer({"note": "libcuda.so.1 was not found: Triton 3.6 builds a C launcher for each kernel at its first launch"})
     with contextlib.suppress(Exception):

@@ -6,14 +6,18 @@ import torch
 
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.inspect.operators import Operator
+from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
-from tilewise.ops.flash import configs, families, launch, launch_hopper, launch_hopper_bwd
+from tilewise.ops.flash import configs, families, launch
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, Order
 from tilewise.sanity.flash import Entry
 from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
 from tilewise.sanity.flash_hopper import Entry as HopperEntry
+
+if gluon.AVAILABLE:
+    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,7 +51,7 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
         if families.takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
         if families.takes("backward", inputs):
-            orders = get_args(launch_hopper_bwd.Order) if inputs.left is None else ("fixed",)
+            orders = get_args(Order) if inputs.left is None else ("fixed",)
             found += captured(
                 architecture, label, "backward", lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders]
             )
@@ -121,7 +125,7 @@ def hopper_defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
 
 def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """One of their tile configurations, under a causal mask; of the backward the kernel with the products."""
-    if architecture != ARCHITECTURE:
+    if architecture != ARCHITECTURE or not gluon.AVAILABLE:
         return []
     q, v = (_rows(False, TOKENS, HEADS, width, dtype) for width in (entry.channels, entry.values))
     softcap = SOFTCAP if isinstance(entry, ForwardEntry) and entry.capped else 0.0

@@ -6,15 +6,19 @@ from typing import ClassVar, get_args
 
 import torch
 
+from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
-from tilewise.ops.flash import configs_hopper, launch, launch_hopper, launch_hopper_bwd
+from tilewise.ops.flash import configs_hopper, launch
 from tilewise.ops.flash.configs import TINY_KEYS, Family
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, FORWARD_SHORT, Backward, Forward
+from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, FORWARD_SHORT, Backward, Forward, Order
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.verify.implementation import UsageError
+
+if gluon.AVAILABLE:
+    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
 
 # So many that a program takes several blocks of keys: the third is the first to use a place again.
 HEADS = 64
@@ -75,7 +79,7 @@ class BackwardEntry(_Widths):
     """The backward, dQ summed in one of the orders."""
 
     config: Backward
-    order: launch_hopper_bwd.Order
+    order: Order
 
     @property
     def short(self) -> str:
@@ -113,7 +117,7 @@ def entries() -> list[Entry]:
     tables = (False, FORWARD), (True, FORWARD_CAPPED), (False, FORWARD_SHORT)
     return [
         *(ForwardEntry(*widths, capped, config) for capped, table in tables for widths, config in table.items()),
-        *(BackwardEntry(*widths, config, order) for widths, config in BACKWARD.items() for order in get_args(launch_hopper_bwd.Order)),
+        *(BackwardEntry(*widths, config, order) for widths, config in BACKWARD.items() for order in get_args(Order)),
     ]
 
 
@@ -121,6 +125,8 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     """The tensors that this configuration makes; `small` is some whole tiles each way, else 37 tokens more."""
     if device.type != "cuda" or architecture(device) != ARCHITECTURE:
         raise UsageError("these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list works anywhere")
+    if not gluon.AVAILABLE:
+        raise UsageError(f"these kernels are written in Gluon: {gluon.why_off()}")
     tokens = entry.tokens + (0 if small else 37)
     lead = (1, tokens, HEADS)
     shapes = {"q": (*lead, entry.channels), "k": (*lead, entry.channels), "v": (*lead, entry.values), "do": (*lead, entry.values)}

@@ -1,6 +1,6 @@
 """Compiles Hopper's backward without a GPU and prints what its kernels use as JSON, in a process of its own.
 
-`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of `launch_hopper_bwd.Order`.
+`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of `configs_hopper.Order`.
 """
 
 import sys
@@ -13,6 +13,7 @@ from compile_launches import print_facts
 
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch, launch_hopper_bwd
+from tilewise.ops.flash.configs_hopper import Order
 
 TOKENS, HEADS = 2048, 8
 VARIANTS = {
@@ -28,7 +29,7 @@ VARIANTS = {
 }
 
 
-def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: launch_hopper_bwd.Order) -> None:
+def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Order) -> None:
     usual = {"causal": False, "left": -1, "right": -1, "scale": 0.125, "softcap": 0.0, "packed": False, "heads_k": HEADS}
     options = usual | VARIANTS[variant]
     packed, heads_k = options.pop("packed"), options.pop("heads_k")

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
-from tilewise.ops.flash import configs, configs_hopper
+from tilewise.ops.flash import configs, configs_hopper, launch
 from tilewise.ops.flash.configs import ENOUGH_PROGRAMS, LEAST_STEPS, SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, divide_group, family
 
 KERNELS = ("fwd", "dkdv", "dq")
@@ -95,3 +96,17 @@ def test_no_cache_grows_with_lengths():
         configs_hopper.choose_forward(64, 64, keys, False, False, True)
     # Tiny, short and long.
     assert all(cache.cache_info().currsize <= size + 3 for cache, size in zip(caches, before, strict=True))
+
+
+def test_a_limit_that_cuts_nothing_is_dropped():
+    """Or a window of 512 would make a kernel of its own for some lengths below it."""
+    q, k = torch.empty(1, 5, 1, 16), torch.empty(1, 9, 1, 16)
+
+    def limits(causal, left, right):
+        inputs = launch.make_inputs(q, k, k, None, None, causal, left, right, 1.0, 0.0)
+        return inputs.left, inputs.right
+
+    assert limits(False, 7, 3) == (7, 3)
+    assert limits(False, 8, 4) == (None, None)
+    assert limits(False, -1, -1) == (None, None)
+    assert limits(True, 2**40, 2**40) == (None, 0)

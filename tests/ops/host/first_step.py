@@ -6,6 +6,7 @@ a first call compiles them, and for those that `tilewise warmup` collects.
 
 import hashlib
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -14,8 +15,10 @@ from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_
 
 from tilewise import _warmup_worker, registry
 from tilewise.inspect.compile import without_driver
-from tilewise.ops._host import backend, compiling, launching, register, start
+from tilewise.ops._host import backend, compiling, program, register, start, template
 from tilewise.ops._host.launch import Launch
+from tilewise.ops._host.slot import Slot
+from tilewise.ops._host.symbol import Trace, sample
 
 CASES = {
     "flash": ("T=128,D=64,causal", "T=192,D=64,causal"),
@@ -42,9 +45,19 @@ def step(operator, case):
     torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
 
 
-def remember(self, key, given, arguments):
-    """As on a GPU."""
-    return self._problems.add(key, register._Problem(self.run, self._plan, self._differentiate, given, arguments))
+def make(self, arguments, expected):
+    """A program that finds its kernels and runs none: its results have the plan's shapes."""
+    made = template.make(self.plan, arguments, arguments[0].device, Trace())
+    with compiling.expecting(expected):
+        for launch in made.launches:
+            start._find(launch, 0)
+
+    def tensor(x):
+        if isinstance(x, tuple):
+            return tuple(tensor(y) for y in x)
+        return torch.empty(sample(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Slot) else sample(x)
+
+    return program.Found(SimpleNamespace(run=lambda *_: tensor(made.result)), [], ())
 
 
 def handed_over(operator):
@@ -58,8 +71,9 @@ def handed_over(operator):
 
     with (
         mock.patch.object(backend, "_check_triton"),
-        mock.patch.object(register.Operator, "_remember", remember),
-        mock.patch.object(launching, "run_all", lambda launches, _: [start._find(one, 0) for one in launches if one.grid]),
+        mock.patch.object(register, "_is_on_gpu", return_value=True),
+        mock.patch.object(program.Planned, "known", return_value=None),
+        mock.patch.object(program.Planned, "make", make),
         mock.patch.object(compiling, "compile_all", compile_all),
         mock.patch.object(torch.cuda, "device"),
         without_driver(ARCHITECTURE),
@@ -94,15 +108,15 @@ def of_slots(operator):
     """What a first step on a GPU compiles."""
     found = []
 
-    def remember_and_ask(self, key, given, arguments):
-        problem = register._Problem(self.run, self._plan, self._differentiate, given, arguments)
-        found.append(problem.launches(given, True))
+    def ask(self, given, options, prepare, _differentiated):
+        found.append(self.launches(given, options, prepare, True))
         raise InterruptedError
 
     case, tensors = leaves(operator, CASES[operator][0])
     with (
         backend.as_if_on(ARCHITECTURE),
-        mock.patch.object(register.Operator, "_remember", remember_and_ask),
+        mock.patch.object(register, "_is_on_gpu", return_value=True),
+        mock.patch.object(register.Operator, "_find", ask),
         mock.patch.object(register, "_is_plain", return_value=True),
     ):
         try:

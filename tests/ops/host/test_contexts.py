@@ -160,4 +160,4 @@ def test_a_captured_call_remembers_no_problem(device):
     api.flash_backward.forget()
     with launching.capture(80):
         step(leaves(device))
-    assert len(api.flash_forward._problems) == len(api.flash_backward._problems) == 0
+    assert api.flash_forward._planned == api.flash_backward._planned == {}

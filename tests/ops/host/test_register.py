@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tilewise import flash_attention
 from tilewise.ops.flash import api
 
 
@@ -71,3 +72,9 @@ def test_a_graph_can_be_kept_and_run_again():
     assert torch.equal(torch.autograd.grad(o.sum(), q)[0], first)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(o.sum(), q)
+
+
+def test_no_tensor_at_all_is_said_to_be_none():
+    _, k, v, *_ = arguments()
+    with pytest.raises(TypeError, match="q is a NoneType: expected a torch.Tensor"):
+        flash_attention(None, k, v)

@@ -1,25 +1,14 @@
-"""Launch templates: slots say what tensors say, and a template gives bit for bit what its plan gives.
-
-Templates run on GPUs alone. Here the same code runs them on the CPU: only the last step, the launch of a compiled
-kernel, is an interpreted one that finds its tensors by their addresses.
-"""
-
-import ctypes
-import dataclasses
-import itertools
+"""Launch templates: slots say what tensors say, and memory is shared and freed as steps allow."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_problems import KINDS, ON_GPU, make, operators
 
-from tilewise.ops._host import launching, start
 from tilewise.ops._host import template as templates
-from tilewise.ops._host.launch import Descriptor, Launch
-from tilewise.ops._host.register import _Problem
+from tilewise.ops._host.launch import Launch
 from tilewise.ops._host.slot import Slot, compute
-from tilewise.ops._host.template import Operation, Template, emit
+from tilewise.ops._host.template import Template, emit
 
 CPU = torch.device("cpu")
 
@@ -71,8 +60,6 @@ def assert_alike(slot, x, base):
     if x.numel():
         # torch gives an empty tensor no address.
         assert slot.data_ptr() % 16 == x.data_ptr() % 16
-    found = slot.of([base])
-    assert (found.shape, found.stride(), found.storage_offset()) == (x.shape, x.stride(), x.storage_offset())
 
 
 @given(indexed())
@@ -129,130 +116,16 @@ def test_a_plan_cannot_look_at_values():
         with pytest.raises(TypeError):
             look(slot)
     with pytest.raises(TypeError, match="a slot has no values"):
-        Operation(lambda x: x if x[0] else None)._plan(slot)
-
-
-def at(address, like, alive):
-    """What a slot stands for, at an address; all of it must be memory of a tensor that is alive."""
-    if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
-    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    size = (1 + last) * like.dtype.itemsize
-    before = [x.untyped_storage() for x in alive if x is not None and x.data_ptr() <= address]
-    assert any(address + size <= x.data_ptr() + x.nbytes() for x in before), "memory that is not there"
-    flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-    return flat.view(like.dtype).as_strided(like.shape, like.stride())
-
-
-def find_interpreted(launch):
-    """In place of `start.find`: the kernel is interpreted."""
-
-    def started(tensors, addresses, _stream):
-        def placed(value):
-            if isinstance(value, Slot):
-                return at(addresses[value.base] + value.offset, value, tensors)
-            if isinstance(value, Descriptor):
-                return value._replace(base=placed(value.base))
-            return tuple(map(placed, value)) if type(value) is tuple else value
-
-        filled = {name: placed(value) for name, value in launch.arguments.items()}
-        launching.run_all([dataclasses.replace(launch, arguments=filled)], CPU)
-
-    return started
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    """Template.run for tensors on the CPU, whose device has no number and no stream."""
-    monkeypatch.setattr(start, "find", find_interpreted)
-    monkeypatch.setattr(templates, "EMPTY_STRIDED", None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-
-
-def flat(results):
-    return list(results) if isinstance(results, tuple) else [results]
-
-
-def watched(operator, seen):
-    """An operator's run that also makes a template, runs it twice, and compares."""
-    run, plan = operator.run, operator._plan
-
-    def compared(*arguments):
-        tensors = arguments[: len(operator._tensors)]
-        template = _Problem(run, plan, None, tensors, arguments).make_template(tensors)
-        seen.append(template)
-        truth = run(*arguments)
-        # Each allocation by itself, as where fresh memory is filled; then scratch shares one.
-        for careful in (True, False):
-            torch.use_deterministic_algorithms(careful, warn_only=True)
-            made = template.run([x for x in tensors if x is not None])
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            for a, b in zip(flat(made), flat(truth), strict=True):
-                assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-                # Rows that no sequence owns are never written: they hold what fresh memory is filled with.
-                assert torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
-        return truth
-
-    return compared
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(ON_GPU, reason="kernels are interpreted here")
-@pytest.mark.parametrize("name", KINDS)
-def test_every_operator_s_templates_give_what_its_plans_give(name, monkeypatch, on_the_cpu):
-    seen = []
-    for operator in operators(name):
-        operator.forget()
-        monkeypatch.setattr(operator, "run", watched(operator, seen))
-    problem = make(name, backend="triton")
-    # A gradient whose last axis is apart makes the backward compute a copy.
-    do = problem.do.transpose(-1, -2).contiguous().transpose(-1, -2)
-    problem.on(problem.leaves, do).step()
-    for operator in operators(name):
-        operator.forget()
-    assert len(seen) >= 2, "forward and backward"
-    assert any(isinstance(step, templates._Computation) for template in seen for step in template.steps)
+        bool(slot[0])
 
 
 def launch_of(**arguments):
     return Launch(None, 1, arguments)
 
 
-def lives(template):
-    """For each step, how many pieces of memory there are after it that the template made."""
-    runs = template._find_kernels(careful=False)
-    held = [torch.empty(0)] * template._given + [None] * (template._size - template._given)
-    addresses, counts = [0] * template._size, []
-    for run, freed in runs:
-        run(held, addresses, 0)
-        for base in freed:
-            held[base] = None
-        counts.append(sum(x is not None for x in held[template._given :]))
-    return counts
-
-
-@pytest.fixture
-def without_kernels(monkeypatch):
-    monkeypatch.setattr(start, "find", lambda launch: lambda tensors, addresses, stream: None)
-    monkeypatch.setattr(templates, "EMPTY_STRIDED", None)
-
-
 def made(plan, *shapes):
     """The template of a plan for tensors of these shapes."""
     return templates.make(plan, tuple(torch.empty(shape) for shape in shapes), CPU)
-
-
-def test_memory_is_free_as_soon_as_no_step_reads_it(without_kernels):
-    def chain(x):
-        for _ in range(6):
-            y = x.new_empty(x.shape)
-            emit(x, launch_of(x=x, o=y))
-            x = y
-        return x
-
-    assert max(lives(made(chain, (8,)))) == 2
-    assert lives(made(chain, (8,)))[-1] == 1
 
 
 def test_what_no_step_reads_is_not_allocated():
@@ -267,30 +140,17 @@ def test_what_no_step_reads_is_not_allocated():
 
 def shares(template):
     """Which allocations become one, by their shapes."""
-    found = template._share_memory(dict(template._last))
-    return [[slot.shape for slot in one.slots] for one in found.values() if one is not None]
+    return [[slot.shape for slot in slots] for slots in template.share_memory(dict(template.last)).values() if slots]
 
 
-def test_scratch_side_by_side_is_one_allocation(without_kernels):
+def test_scratch_side_by_side_is_one_allocation():
     def plan(x):
         out = x.new_empty((1,))
         a, b, c = x.new_empty((2,)), x.new_empty((300,)), x.new_empty((4,), dtype=torch.int32)
         emit(x, launch_of(x=x, a=a, b=b[5:], c=(c, 1), o=out))
         return out
 
-    template = made(plan, (8,))
-    assert shares(template) == [[(2,), (300,), (4,)]]
-    one = next(x for x in template._share_memory(dict(template._last)).values() if x is not None)
-    held, addresses = [None] * template._size, [0] * template._size
-    one.runner()(held, addresses, 0)
-    (memory,) = [x for x in held if x is not None]
-    places = sorted((addresses[slot.base], slot.numel() * slot.element_size()) for slot in one.slots)
-    assert places[0][0] >= memory.data_ptr()
-    assert all(start_ + size <= after for (start_, size), (after, _) in itertools.pairwise(places))
-    assert sum(places[-1]) <= memory.data_ptr() + memory.numel()
-    assert all((address - memory.data_ptr()) % templates.SHARED_ALIGNMENT == 0 for address, _ in places)
-    # All of it is freed with the last reader, and the output is not.
-    assert lives(template)[-1] == 1
+    assert shares(made(plan, (8,))) == [[(2,), (300,), (4,)]]
 
 
 def test_what_must_not_be_shared():
@@ -319,25 +179,3 @@ def test_what_must_not_be_shared():
 
     for plan in (outputs, cleared, computed, outlived):
         assert shares(made(plan, (8,))) == [], plan.__name__
-
-
-@pytest.mark.parametrize("declared", [((4,), torch.float32), ((3,), torch.float64)], ids=str)
-def test_a_computation_that_gives_something_else_raises(on_the_cpu, declared):
-    shape, dtype = declared
-    template = made(lambda x: compute(torch.clone, x, shape=shape, dtype=dtype), (3,))
-    with pytest.raises(RuntimeError, match="its plan expected contiguous.*report"):
-        template.run([torch.ones(3)])
-    apart = made(lambda x: compute(torch.t, x, shape=(3, 2), dtype=x.dtype), (2, 3))
-    with pytest.raises(RuntimeError, match="strides"):
-        apart.run([torch.ones(2, 3)])
-
-
-def test_a_tensor_added_in_place_is_what_comes_back(on_the_cpu):
-    def plan(x):
-        copy = compute(torch.clone, x, shape=x.shape, dtype=x.dtype)
-        return copy.add_(x), None, x
-
-    total, nothing, same = made(plan, (3,)).run([x := torch.ones(3)])
-    assert torch.equal(total, torch.full((3,), 2.0))
-    assert nothing is None
-    assert same is x

@@ -4,13 +4,19 @@ import itertools
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from tilewise.ops._host.slot import Slot
+from tilewise.ops._host.symbol import Symbol, plain
+
 MAX_CHANNELS = 256
-# torch.compile passes symbolic numbers.
-WHOLE_NUMBERS = (int, torch.SymInt)
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+# A program's checks are those of slots and symbols.
+TENSORS = (torch.Tensor, Slot)
+# torch.compile passes symbolic numbers of its own.
+WHOLE_NUMBERS = (int, torch.SymInt, Symbol)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, Symbol)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,7 +35,7 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, l
     first_name = ""
     dtype = device = None
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, TENSORS):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
         if dtype is None:
             first_name, dtype, device = name, x.dtype, x.device
@@ -44,7 +50,8 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, l
             raise TypeError(f"{name} is {x.dtype} and {first_name} is {dtype}: convert them to one dtype")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} and {first_name} is on {device}: move them to one device")
-        channels = shape[-1]
+        # As kernels have it: a constant.
+        channels = plain(shape[-1])
         check_last_axis(x, name)
         if not 1 <= channels <= MAX_CHANNELS:
             raise ValueError(f"{name} has {channels} channels: expected 1 to {MAX_CHANNELS} (got shape {list(shape)})")
@@ -74,7 +81,7 @@ def check_fit(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size], pac
         raise ValueError(f"{names_v[0]} and {name_k} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
     if not packed and shape_k[0] != shape_q[0]:
         raise ValueError(f"{name_k} has batch {shape_k[0]} and {name_q} has batch {shape_q[0]}: they must be equal (got shapes {shapes_of(tensors)})")
-    heads_q, heads_k = shape_q[heads_axis], shape_k[heads_axis]
+    heads_q, heads_k = plain(shape_q[heads_axis]), plain(shape_k[heads_axis])
     if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
         raise ValueError(
             f"{name_k} has {heads_k} heads and {name_q} has {heads_q}: {name_q}'s heads must be a multiple of {name_k}'s "
@@ -91,13 +98,13 @@ def check_one_length(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Siz
     for name, shape in zip(names, further, strict=True):
         if shape[:-1] != shape_q[:-1]:
             raise ValueError(f"{name} and {name_q} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
-    if shape_q[-2] == 0:
+    if plain(shape_q[-2]) == 0:
         raise ValueError(f"{name_q} has no heads: expected at least 1 (got shapes {shapes_of(tensors)})")
 
 
 def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
     """A gate or a factor: q's dtype or float32, on q's device, of this shape, whose axes are called `axes`."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, TENSORS):
         raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor {axes}")
     if x.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"{name} is {x.dtype} and {name_q} is {q.dtype}: expected {name_q}'s dtype or float32")
@@ -106,7 +113,7 @@ def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, 
 
 def check_indices_tensor(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
     """Indices of blocks: int32 or int64, on q's device, of this shape, whose axes are called `axes`."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, TENSORS):
         raise TypeError(f"{name} is a {type(x).__name__}: expected an int32 or int64 torch.Tensor {axes}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {x.dtype}: expected int32 or int64")
@@ -142,7 +149,7 @@ def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
 
 def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, tokens: int, batch: int | None = None) -> None:
     """Type, rank, dtype, device and length of packed offsets `[B + 1]` of so many tokens."""
-    if not isinstance(offsets, torch.Tensor):
+    if not isinstance(offsets, TENSORS):
         raise TypeError(f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {offsets.dtype}: expected int32 or int64")
@@ -201,6 +208,11 @@ def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
     if not (value >= minimum and -math.inf < value < math.inf):
         at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         raise ValueError(f"{name} is {value}: expected a finite number{at_least}")
+
+
+def as_float(value: Any) -> Any:
+    """A number as a float; a symbol of one stays what it is."""
+    return value if isinstance(value, Symbol) and isinstance(value.value, float) else float(value)
 
 
 def check_whole(value: int, name: str, minimum: int) -> None:

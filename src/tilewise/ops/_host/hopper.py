@@ -8,6 +8,7 @@ import torch
 from tilewise.ops._host import backend, launching
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.launch import Descriptor
+from tilewise.ops._host.symbol import cached
 from tilewise.ops._tile.hopper import RAGGED_ROWS
 
 # Where there is no GPU to ask: an H100's and an H200's.
@@ -30,7 +31,7 @@ def fits_tiles(x: torch.Tensor) -> bool:
     return (first | second) % (16 // x.element_size()) == 0 and min(first, second) > 0 and max(first, second) < RAGGED_STRIDE
 
 
-@functools.cache
+@cached
 def _layout(dtype: torch.dtype, *block_shape: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), DTYPES[dtype])
 

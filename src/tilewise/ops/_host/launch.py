@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._host import gluon
+from tilewise.ops._host.symbol import sample
 
 
 class Descriptor(NamedTuple):
@@ -44,6 +45,7 @@ class Launch:
         return self.kernel.warmup(grid=(self.grid,), **self.for_triton().arguments)
 
     def for_triton(self) -> "Launch":
-        """The same with descriptors of Triton's."""
-        arguments = {name: x.triton() if isinstance(x, Descriptor) else x for name, x in self.arguments.items()}
-        return Launch(self.kernel, self.grid, arguments)
+        """The same with descriptors of Triton's, and numbers in place of symbols."""
+        numbers = {name: sample(x) for name, x in self.arguments.items()}
+        arguments = {name: x.triton() if isinstance(x, Descriptor) else x for name, x in numbers.items()}
+        return Launch(self.kernel, sample(self.grid), arguments)

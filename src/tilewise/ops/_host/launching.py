@@ -1,14 +1,16 @@
 """Launches of tensors: run, or collected to be compiled without a GPU or audited at sizes that no machine holds."""
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tilewise.ops._host import backend, start
 from tilewise.ops._host.launch import Descriptor as Descriptor
 from tilewise.ops._host.launch import Launch as Launch
+from tilewise.ops._host.start import Repeated as Repeated
+from tilewise.ops._host.symbol import cached
 
 if backend.interpreting():
     # Interpretation was asked for before Triton was imported: then Triton's interpreter is what kernels run through here.
@@ -42,18 +44,26 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
             launch.run()
 
 
+def run_repeated(repeated: start.Repeated, varying: Mapping[str, Any], device: torch.device) -> None:
+    """The same for one of a launch that is repeated."""
+    if device.type == "cuda" and device.index == torch._C._cuda_getDevice() and backend.collected() is None:
+        repeated.run(varying)
+    else:
+        run_all((repeated.launch(varying),), device)
+
+
 def power_of_2(number: int) -> int:
     """The least power of two that is not below a number, and at least 1; Triton's own takes 15 µs."""
     return 1 << max(0, number - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def padded_channels(channels: int) -> int:
     """Channels as a tile holds them: a power of two, at least the 16 that a matrix product wants."""
     return max(16, power_of_2(channels))
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
     """Channels of q and k, and of v, as tiles hold them.
 

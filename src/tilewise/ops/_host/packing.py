@@ -1,4 +1,4 @@
-"""Packed batches: sequences end to end, told apart by offsets."""
+"""Packed batches: sequences end to end, told apart by offsets. And work cut into pieces."""
 
 import torch
 
@@ -14,3 +14,14 @@ def tile_slots(tokens: int, block: int, offsets: torch.Tensor | None) -> int:
     The bound needs no lengths, so no synchronisation: sequence b starts at slot `offsets[b] // block + b` (see `_tile.varlen.find_tile`).
     """
     return -(-tokens // block) if offsets is None else tokens // block + offsets.shape[0] - 1
+
+
+def pieces(total: int, most: int) -> list[tuple[int, int]]:
+    """All of `total` in pieces of at most `most`: where each begins, and how many it has."""
+    found = []
+    first = 0
+    # A range would fix its symbols.
+    while first < total:
+        found.append((first, min(most, total - first)))
+        first += most
+    return found

@@ -10,19 +10,18 @@ from torch import library
 
 from tilewise.ops._host import backend, describe
 from tilewise.ops._host.kept import Kept
-from tilewise.ops._host.slot import Slot
+from tilewise.ops._host.slot import ALIGNMENT, Slot
 
 if backend.HAS_TRITON:
-    from tilewise.ops._host import compiling, template
-    from tilewise.ops._host.template import Template
+    from tilewise.ops._host import template
+    from tilewise.ops._host.program import Found, Planned, Program, Values
 
 # Registrations live as long as the process.
 _library = library.Library("tilewise", "FRAGMENT")
-# Problems that an operator remembers; beyond, the least recently used one goes.
-MOST_REMEMBERED = 1024
+# Calls of an operator whose program is remembered by all of their metadata; beyond, the least recently used one goes.
+MOST_CALLS = 1024
 # Of torch's own classes: another one may be anything.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-ALIGNMENT = 16
 
 
 def _is_traced() -> bool:
@@ -41,72 +40,8 @@ def _is_plain() -> bool:
     return not (_is_traced() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu") or "TILEWISE_CHECK" in os.environ)
 
 
-class _Problem:
-    """A call whose arguments have been checked: what runs it, for all tensors of the same metadata.
-
-    The first call runs the plan itself: where every call has another shape, no template is made for nothing.
-    """
-
-    __slots__ = ("_differentiate", "_numbers", "_picks", "_plan", "_run", "_seen", "_template")
-
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        plan: Callable[..., Any] | None,
-        differentiate: Callable[..., None],
-        given: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        self._run, self._plan, self._differentiate = run, plan, differentiate
-        # Which of the given tensors each of the operator's first arguments is.
-        self._picks = [_pick(i, x, given) for i, x in enumerate(arguments[: len(given)])]
-        self._numbers = arguments[len(given) :]
-        self._seen = False
-        self._template: Any = None
-
-    def arguments(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of the operator."""
-        return *[None if at is None else given[at] for at in self._picks], *self._numbers
-
-    def run(self, given: tuple[Any, ...], differentiated: bool = False) -> Any:
-        """The operator's results."""
-        if self._template is None:
-            if self._plan is None:
-                return self._run(*self.arguments(given))
-            if not self._seen:
-                self._seen = True
-                with compiling.expecting(lambda: self.launches(given, differentiated)):
-                    return self._plan(*self.arguments(given))
-            self._template = self.make_template(given)
-        return self._template.run([x for x in given if x is not None])
-
-    def make_template(self, given: tuple[Any, ...]) -> "Template":
-        """Of the operator's plan; each given tensor has a slot of its own, though two may be the same one."""
-        template = Template(given[0].device)
-        slots = tuple([None if x is None else template.given(x) for x in given])
-        return template.finish(self._plan(*self.arguments(slots)))  # type: ignore[misc]
-
-    def launches(self, given: tuple[Any, ...], differentiated: bool) -> list[Any]:
-        """All that the call will launch, with slots in place of tensors; where it is differentiated its backward's launches too."""
-        template = Template(given[0].device)
-        arguments = self.arguments(tuple([None if x is None else template.given(x) for x in given]))
-        output = self._plan(*arguments)  # type: ignore[misc]
-        if differentiated:
-            # A backward that raises does so where it is called.
-            with contextlib.suppress(Exception):
-                self._differentiate(arguments, output)
-        return template.launches
-
-
-def _is_in(x: Any, given: tuple[Any, ...]) -> bool:
-    return any(x is y for y in given)
-
-
-def _pick(i: int, x: Any, given: tuple[Any, ...]) -> int | None:
-    """Each argument is the given tensor in its place, or stands in for one that was not given."""
-    if x is None or x is given[i]:
-        return None if x is None else i
-    return next(j for j, y in enumerate(given) if y is x)
+def _is_on_gpu(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cuda"
 
 
 class _Saved:
@@ -129,7 +64,7 @@ class Operator:
         name: str,
         run: Callable[..., Any],
         function: type[torch.autograd.Function],
-        remembered: type[torch.autograd.Function],
+        programmed: type[torch.autograd.Function],
         tensors: tuple[int, ...],
         plan: Callable[..., Any] | None,
         differentiate: Callable[..., None],
@@ -138,12 +73,15 @@ class Operator:
         self.overload = getattr(torch.ops.tilewise, name).default
         self.run = run
         self._function = function
-        self._remembered = remembered
+        self._programmed = programmed
         self._tensors = tensors
         self._plan = plan
         self._differentiate = differentiate
         self._log = log
-        self._problems: Kept[_Problem] = Kept(MOST_REMEMBERED)
+        # What runs a call of some metadata.
+        self._calls: Kept[tuple[Program, Values]] = Kept(MOST_CALLS)
+        # The plan after a check of what is given, by what checks.
+        self._planned: dict[Callable[..., Any], Planned] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Call as the schema says, all arguments by position."""
@@ -171,69 +109,112 @@ class Operator:
         """Call with arguments that need no check but of values, tensors first: a backward's, which is in a hurry."""
         if torch.is_grad_enabled() or _is_traced() or "TILEWISE_CHECK" in os.environ:
             return self.call(given, numbers, _as_they_are)
-        key: list[Any] = [*numbers]
+        if not self._has_programs(given[0]):
+            return self(*given, *numbers)
+        key: list[Any] = [_as_they_are, *numbers]
+        tensors = []
         for x in given:
             if x is None:
                 key.append(None)
             elif x.__class__ in PLAIN:
                 key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
+                tensors.append(x)
             else:
                 return self(*given, *numbers)
         key.append(given[0].device)
-        whole = tuple(key)
-        problem = self._problems.get(whole) or self._remember(whole, given, (*given, *numbers))
-        return problem.run(given)
+        found = self._calls.get(whole := tuple(key))
+        if found is None:
+            made = self._find(given, numbers, _as_they_are, False)
+            if made is None:
+                return self(*given, *numbers)
+            found = self._calls.add(whole, (made.program, made.values))
+        program, values = found
+        return program.run(tensors, values)[0]
 
     def call(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]) -> Any:
         """Call with what a user gave: tensors or None, and options.
 
         `prepare(*given, *options)` checks them and returns the operator's arguments, its tensors first and in the order of the given ones; None
-        where the operator is not to be called, which is then returned. A plain eager call with metadata that came before is not checked again.
+        where the operator is not to be called, which is then returned. A plain eager call on a GPU is run by a program, whose decisions are the
+        checks.
         """
-        if not _is_plain():
+        found = self._find_remembered(given, options, prepare) if _is_plain() and self._has_programs(given[0]) else None
+        if found is None:
             arguments = prepare(*given, *options)
             return None if arguments is None else self(*arguments)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in found.tensors):
+            return self._programmed.apply(found, *given)
+        return found.run()[0]
+
+    def _find_remembered(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any]) -> "Found | None":
+        """A call's program; None where it is not a program's."""
         # 1, True and 1.0 are equal, and not the same option.
         key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[_kind(x) for x in options]]
-        differentiate = False
+        tensors = []
         for x in given:
             if x is None:
                 key.append(None)
             elif x.__class__ in PLAIN:
                 key += (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % ALIGNMENT)
-                differentiate = differentiate or x.requires_grad
+                tensors.append(x)
             else:
-                arguments = prepare(*given, *options)
-                return None if arguments is None else self(*arguments)
+                return None
         try:
-            problem = self._problems.get(whole := tuple(key))
+            found = self._calls.get(whole := tuple(key))
         except TypeError:
             # An option, such as a list, that is no key.
-            arguments = prepare(*given, *options)
-            return None if arguments is None else self(*arguments)
-        if problem is None:
-            arguments = prepare(*given, *options)
-            if arguments is None:
+            return None
+        if found is None:
+            made = self._find(given, options, prepare, torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+            if made is None:
                 return None
-            if any(x is not None and x is not y and not (y is None and _is_in(x, given)) for x, y in zip(arguments, given, strict=False)):
-                # One of them was made here, such as a contiguous copy.
-                return self(*arguments)
-            problem = self._remember(whole, given, arguments)
-        if differentiate and torch.is_grad_enabled():
-            return self._remembered.apply(problem, *given)
-        return problem.run(given)
+            found = self._calls.add(whole, (made.program, made.values))
+        return Found(found[0], tensors, found[1])
 
     def forget(self) -> None:
-        """Drop all problems: after a change of what a plan reads beside its arguments."""
-        self._problems.clear()
+        """Drop all programs: after a change of what a plan reads beside its arguments."""
+        self._calls.clear()
+        self._planned.clear()
 
-    def _remember(self, key: tuple[Any, ...], given: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Problem:
-        """Each of the arguments is one of the given tensors, or no tensor."""
-        if self._log is not None:
-            self._log(*arguments)
-        # The last argument of every operator is its backend. Values of offsets on the CPU are checked at each call, by `run`.
-        templated = self._plan is not None and arguments[-1] == "triton" and given[0].device.type == "cuda"
-        return self._problems.add(key, _Problem(self.run, self._plan if templated else None, self._differentiate, given, arguments))
+    def _has_programs(self, first: Any) -> bool:
+        return self._plan is not None and _is_on_gpu(first)
+
+    def _find(
+        self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None], differentiated: bool
+    ) -> "Found | None":
+        """The program of a call, and what it is given; None where the operator is not to be called, or not with Triton's kernels."""
+        asked = (*given, *options, os.environ.get("TILEWISE_BACKEND"))
+        planned = self._planned.get(prepare) or self._planned.setdefault(prepare, Planned(_after(prepare, self._plan)))  # type: ignore[arg-type]
+        found = planned.known(asked)
+        if found is None or self._log is not None:
+            arguments = prepare(*given, *options)
+            # The last argument of every operator is its backend.
+            if arguments is None or arguments[-1] != "triton":
+                return None
+            if self._log is not None:
+                self._log(*arguments)
+        return found or planned.make(asked, lambda: self.launches(given, options, prepare, differentiated))
+
+    def launches(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any], differentiated: bool) -> list[Any]:
+        """All that a call will launch, with slots in place of tensors; where it is differentiated its backward's launches too."""
+        made = template.Template(given[0].device)
+        arguments = prepare(*(None if x is None else made.given(x) for x in given), *options)
+        output = self._plan(*arguments)  # type: ignore[misc]
+        if differentiated:
+            # A backward that raises does so where it is called.
+            with contextlib.suppress(Exception):
+                self._differentiate(arguments, output)
+        return made.launches
+
+
+def _after(prepare: Callable[..., Any], plan: Callable[..., Any]) -> Callable[..., Any]:
+    """The plan of what is given, which is checked and made arguments first: results and arguments. What is asked for last is the environment's."""
+
+    def checked(*asked: Any) -> Any:
+        arguments = prepare(*asked[:-1])
+        return plan(*arguments), arguments
+
+    return checked
 
 
 def _kind(x: Any) -> Any:
@@ -249,7 +230,7 @@ def _as_they_are(*arguments: Any) -> tuple[Any, ...]:
 def _autograd_functions(
     name: str, run: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None], tensors: tuple[int, ...]
 ) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And `apply(problem, *given)`.
+    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And `apply(found, *given)`, of a program.
 
     torch looks at every argument of apply several times, and where setup_context is a method of its own also at forward's signature:
     with the schema's arguments one by one that took 60 µs.
@@ -261,10 +242,10 @@ def _autograd_functions(
         ctx.asked = backend.asked()
         return output
 
-    def forward_again(ctx: Any, problem: _Problem, *given: Any) -> Any:
-        output = problem.run(given, differentiated=True)
+    def forward_by_program(ctx: Any, found: "Found", *_: Any) -> Any:
+        output, arguments = found.run()
         ctx.asked = backend.asked()
-        setup_context(ctx, problem.arguments(given), output)
+        setup_context(ctx, arguments, output)
         return output
 
     def gradients(ctx: Any, *incoming: Any) -> Any:
@@ -274,7 +255,7 @@ def _autograd_functions(
     def make(forward: Callable[..., Any]) -> type[torch.autograd.Function]:
         return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
 
-    return make(forward), make(forward_again)
+    return make(forward), make(forward_by_program)
 
 
 def _run_or_explain(

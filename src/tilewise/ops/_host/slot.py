@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._host.symbol import plain
+
 # Bytes that a kernel's loads may rely on in an address: what Triton specialises on.
 ALIGNMENT = 16
 
@@ -19,6 +21,23 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _places(index: slice, size: int) -> tuple[int, int, int]:
+    """The first place that a slice takes of so many, how many, and the step: as `slice.indices`, which takes no symbols."""
+    first, stop, step = index.start, index.stop, 1 if index.step is None else index.step
+    if step < 0:
+        raise ValueError("a slot's slices step forward, as a tensor's do")
+    if stop is None and first is None:
+        return 0, size if step == 1 else -(-size // step), step
+    first = 0 if first is None else _within(first, size)
+    stop = size if stop is None else _within(stop, size)
+    return first, -(-(stop - first) // step) if stop > first else 0, step
+
+
+def _within(limit: int, size: int) -> int:
+    limit = limit if limit >= 0 else limit + size
+    return 0 if limit < 0 else size if limit > size else limit
 
 
 class Slot:
@@ -89,7 +108,9 @@ class Slot:
     def _view(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> "Slot":
         moved = elements * self.dtype.itemsize
         address = (self._address + moved) % ALIGNMENT
-        return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, address, self.offset + moved)
+        # Of a symbol it counts first whether it is aligned, then how far it is from that.
+        at = 0 if address == 0 else plain(address)
+        return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, at, self.offset + moved)
 
     def transpose(self, axis: int, other: int) -> "Slot":
         """As a tensor's."""
@@ -116,14 +137,15 @@ class Slot:
             size, stride = self.shape[axis], self._strides[axis]
             axis += 1
             if isinstance(item, slice):
-                first, stop, step = item.indices(size)
-                if step < 0:
-                    raise ValueError("a slot's slices step forward, as a tensor's do")
-                shape.append(len(range(first, stop, step)))
+                first, count, step = _places(item, size)
+                shape.append(count)
                 strides.append(stride * step)
                 elements += first * stride
             else:
-                elements += range(size)[item] * stride
+                at = item if item >= 0 else item + size
+                if not 0 <= at < size:
+                    raise IndexError(f"index {item} is out of range of an axis of {size}")
+                elements += at * stride
         return self._view(shape, strides, elements)
 
     def __iter__(self) -> Iterator["Slot"]:
@@ -136,13 +158,6 @@ class Slot:
     __bool__ = __eq__ = __ne__ = _no_values
     __hash__ = object.__hash__
     item = tolist = numpy = _no_values
-
-    def of(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """The tensor, or the view, in a call's tensors."""
-        x: torch.Tensor = tensors[self.base]
-        if self.offset == 0 and x.shape == self.shape and x.stride() == self._strides:
-            return x
-        return x.as_strided(self.shape, self._strides, x.storage_offset() + self.offset // self.dtype.itemsize)
 
 
 def compute(function: Callable[..., Any], *arguments: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:

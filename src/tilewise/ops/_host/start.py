@@ -1,12 +1,13 @@
 """Starting compiled kernels: which one a launch needs, and Triton's launcher called directly.
 
-Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each launch of a template; later runs
-put addresses into a list and call the launcher that Triton made.
+Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each launch of a program, which then
+calls the launcher that Triton made.
 """
 
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,16 +20,10 @@ from tilewise.ops._host import compiling
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.slot import ALIGNMENT, Slot
-
-# Starts a compiled kernel on a stream, the tensors of a call (of which it reads none) lying at these addresses.
-Started = Callable[[Any, Sequence[int], int], None]
-# The same with the arguments as Triton's launcher takes them.
-Launcher = Callable[[int, int, list[Any]], None]
+from tilewise.ops._host.symbol import Symbol, plain
 
 # Compiled kernels by what Triton specialises a launch on; beyond, the least recently used one goes.
 MOST_COMPILED = 4096
-# Encoded descriptors that a launch keeps, by address.
-MOST_ENCODED = 64
 
 
 class _Signature:
@@ -42,29 +37,65 @@ class _Signature:
         self.arguments = [(i, not x.do_not_specialize) for i, x in enumerate(kernel.params) if not x.is_constexpr]
 
 
-class _Kernel(NamedTuple):
+class Direct(NamedTuple):
+    """Triton's launcher without what it does in Python at each launch: `launch(grid, 1, 1, stream, *before, *arguments)`.
+
+    Listed, the arguments are one of its. They are those of the kernel, with a descriptor's encoded form, shape and strides in its place.
+    """
+
+    launch: Callable[..., None]
+    before: tuple[Any, ...]
+    listed: bool
+
+
+class Kernel(NamedTuple):
     """A compiled kernel; how it is launched, None where only Triton can; and how the descriptors among its arguments are encoded."""
 
     compiled: Any
-    launch: Launcher | None
+    direct: Direct | None
     encoders: tuple["Encoder", ...]
 
 
+class Found(NamedTuple):
+    """The compiled kernel that a launch needs, and its arguments in the kernel's order."""
+
+    kernel: Kernel
+    values: list[Any]
+
+
 _signatures: dict[Any, _Signature] = {}
-_kernels: Kept[_Kernel] = Kept(MOST_COMPILED)
+_kernels: Kept[Kernel] = Kept(MOST_COMPILED)
+_loading = threading.Lock()
 # What Triton has compiled in this process, launched or not yet.
 _compiled: Kept[bool] = Kept(MOST_COMPILED)
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
 def _trait(value: Any, specialised: bool) -> Any:
     """What of a number, or a tuple of them, Triton compiles a kernel for."""
+    try:
+        return _trait_of_plain(value, specialised)
+    except TypeError:
+        # Of symbols: what is found here is a decision.
+        if value.__class__ is tuple:
+            return tuple([_trait(x, specialised) for x in value])
+        return _trait_of_number(value, specialised)
+
+
+def _trait_of_number(value: Any, specialised: bool) -> Any:
+    symbolic = value.__class__ is Symbol
+    if symbolic and value.value.__class__ is float:
+        return float
+    narrow = value.is_narrow() if symbolic else -(2**31) <= value < 2**31
+    return (narrow, value == 1, value % ALIGNMENT == 0) if specialised else narrow
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _trait_of_plain(value: Any, specialised: bool) -> Any:
     kind = value.__class__
     if kind is int:
-        narrow = -(2**31) <= value < 2**31
-        return (narrow, value == 1, value % ALIGNMENT == 0) if specialised else narrow
+        return _trait_of_number(value, specialised)
     if kind is tuple:
-        return tuple([_trait(x, specialised) for x in value])
+        return tuple([_trait_of_plain(x, specialised) for x in value])
     return kind if value is None or kind is float else (kind, value)
 
 
@@ -101,7 +132,7 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
         elif hasattr(value, "block_shape"):
             # A descriptor, ours or among collected launches Triton's. Layouts follow from these.
             key += (value.base.dtype, tuple(value.block_shape))
-        elif kind is tuple and value[0].__class__ is not int:
+        elif kind is tuple and value and value[0].__class__ not in (int, Symbol):
             # Of tensors and numbers: a trace's memory and what lies in it.
             values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
             key.append(tuple([(x.dtype, x.data_ptr() % ALIGNMENT == 0) if hasattr(x, "data_ptr") else _trait(x, specialised) for x in value]))
@@ -110,21 +141,27 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
     return tuple(key), values
 
 
-def _find(launch: Launch, device: int) -> tuple[_Kernel, list[Any]]:
-    """The compiled kernel that a launch needs, and its arguments as `_key` has them."""
+def _find(launch: Launch, device: int) -> Found:
+    """The compiled kernel that a launch needs, and its arguments as `_key` has them; compiles it where no equal one is compiled yet."""
     key, values = _key(launch, device)
-    found = _kernels.get(key)
+    try:
+        found = _kernels.get(key)
+    except TypeError:
+        # A symbol where Triton wants a constant.
+        found = _kernels.get(key := plain(key))
     if found is None:
         if _compiled.get(key) is None:
             _compile_expected(launch, key, device)
-        found = _kernels.add(key, _prepare(launch.compile()))
-    return found, values
+        # Triton loads a kernel when it is first looked at, and other threads would find it half loaded.
+        with _loading:
+            found = _kernels.get(key) or _kernels.add(key, _prepare(launch.compile()))
+    return Found(found, values)
 
 
-def _prepare(compiled: Any) -> _Kernel:
+def _prepare(compiled: Any) -> Kernel:
     encoders = [_encoder(made_with) for made_with in getattr(compiled.metadata, "tensordesc_meta", None) or ()]
     whole = tuple(encoder for encoder in encoders if encoder is not None)
-    return _Kernel(compiled, _direct_launcher(compiled) if len(whole) == len(encoders) else None, whole)
+    return Kernel(compiled, _direct_launcher(compiled) if len(whole) == len(encoders) else None, whole)
 
 
 def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None:
@@ -171,11 +208,8 @@ def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
     return [task(launch, key, None) for key, launch in keys.items()]
 
 
-def _direct_launcher(compiled: Any) -> Launcher | None:
-    """Triton's launcher without what it does in Python at each launch; None where it must do that, or is of an unknown kind.
-
-    The arguments are those of the kernel, with a descriptor's encoded form, shape and strides in its place.
-    """
+def _direct_launcher(compiled: Any) -> Direct | None:
+    """How a compiled kernel is launched directly; None where Triton must do something at each launch, or its launcher is of an unknown kind."""
     run = compiled.run
     if run.__class__ is not getattr(nvidia, "CudaLauncher", None):
         return None
@@ -188,33 +222,22 @@ def _direct_launcher(compiled: Any) -> Launcher | None:
         if "launcher" not in code.co_freevars:
             return None
         launch = launch.__closure__[code.co_freevars.index("launcher")].cell_contents
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    first = function, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "arg_annotations") and hasattr(run, "kernel_signature"):
         # Triton 3.7 and later: one launcher for all kernels, which is told their signature.
-        annotations, signature = run.arg_annotations, run.kernel_signature
-
-        def start(grid: int, stream: int, arguments: list[Any]) -> None:
-            launch(
-                grid, 1, 1, stream, function, cooperative, dependent, packed,
-                None, None, None, None, None, annotations, signature, arguments,
-            )  # fmt: skip
-
-    elif builds_launchers():
+        return Direct(launch, (*first, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature), True)
+    if builds_launchers():
         # Triton 3.6: a launcher for each signature.
-        def start(grid: int, stream: int, arguments: list[Any]) -> None:
-            launch(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *arguments)
-
-    else:
-        return None
-    return start
+        return Direct(launch, (*first, None, None, packed, None, None, None), False)
+    return None
 
 
-class _Placed:
+class Placed:
     """A tensor descriptor for Triton to encode, its memory at an address."""
 
-    def __init__(self, described: Descriptor, address: int) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.base = self
-        self.shape, self.strides = list(described.shape), list(described.strides)
+        self.shape, self.strides = list(shape), list(strides)
         self.padding, self.round_f32_to_tf32 = "zero", False
         self._address = address
 
@@ -237,76 +260,9 @@ def _encoder(made_with: Mapping[str, Any]) -> Encoder | None:
     return lambda address, shape, strides: fill(address, *fixed, shape, strides, 0)
 
 
-class _Encoded:
-    """A descriptor among a launch's arguments. Its encoded form is kept while memory lies at the same addresses."""
-
-    __slots__ = ("at", "base", "described", "encoder", "kept", "offset")
-
-    def __init__(self, at: int, described: Descriptor, encoder: Encoder) -> None:
-        self.at, self.described, self.encoder = at, described, encoder
-        self.base, self.offset = described.base.base, described.base.offset
-        self.kept: dict[int, Any] = {}
-
-    def encode(self, address: int) -> Any:
-        """For memory at an address that was not seen lately."""
-        if len(self.kept) >= MOST_ENCODED:
-            self.kept.clear()
-        self.kept[address] = encoded = self.encoder(address, self.described.shape, self.described.strides)
-        return encoded
-
-
-def _through_triton(kernel: _Kernel, grid: int, values: Sequence[Any], addresses: Sequence[int]) -> None:
-    """As Triton launches, with all that it does around it."""
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return addresses[value.base] + value.offset
-        if isinstance(value, Descriptor):
-            return _Placed(value, addresses[value.base.base] + value.base.offset)
-        return tuple(map(placed, value)) if isinstance(value, tuple) else value
-
-    kernel.compiled[(grid, 1, 1)](*map(placed, values))
-
-
-def find(launch: Launch) -> Started:
-    """How a template's launch is started on the current device; compiles it where no equal one is compiled yet."""
-    kernel, values = _find(launch, torch._C._cuda_getDevice())
-    grid, direct = launch.grid, kernel.launch
-    if direct is None:
-        return lambda _tensors, addresses, _stream: _through_triton(kernel, grid, values, addresses)
-    encoders = iter(kernel.encoders)
-    # Whoever wants to be told of launches, such as a profiler, is in these.
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    arguments: list[Any] = []
-    pointers: list[tuple[int, int, int]] = []
-    tuples: list[tuple[int, tuple[Any, ...]]] = []
-    descriptors: list[_Encoded] = []
-    for value in values:
-        if isinstance(value, Slot):
-            pointers.append((len(arguments), value.base, value.offset))
-        elif isinstance(value, Descriptor):
-            descriptors.append(_Encoded(len(arguments), value, next(encoders)))
-            arguments += (None, *value.shape, *value.strides)
-            continue
-        elif isinstance(value, tuple) and any(isinstance(x, Slot) for x in value):
-            tuples.append((len(arguments), value))
-        arguments.append(value)
-
-    def start(_tensors: Any, addresses: Sequence[int], stream: int) -> None:
-        if enter.calls or leave.calls:
-            _through_triton(kernel, grid, values, addresses)
-            return
-        filled = arguments.copy()
-        for at, base, offset in pointers:
-            filled[at] = addresses[base] + offset
-        for one in descriptors:
-            address = addresses[one.base] + one.offset
-            filled[one.at] = one.kept.get(address) or one.encode(address)
-        for at, items in tuples:
-            filled[at] = tuple(addresses[x.base] + x.offset if isinstance(x, Slot) else x for x in items)
-        direct(grid, stream, filled)
-
-    return start
+def find(launch: Launch) -> Found:
+    """The compiled kernel of a template's launch on the current device, and its arguments, with slots and symbols in place of tensors and numbers."""
+    return _find(launch, torch._C._cuda_getDevice())
 
 
 def run(launch: Launch) -> None:
@@ -314,18 +270,75 @@ def run(launch: Launch) -> None:
     if not launch.grid:
         return
     device = torch._C._cuda_getDevice()
-    kernel, values = _find(launch, device)
+    (compiled, direct, encoders), values = _find(launch, device)
     hooks = knobs.runtime
-    if kernel.launch is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        kernel.compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
+    if direct is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[(launch.grid, 1, 1)](*(x.triton() if isinstance(x, Descriptor) else x for x in values))
         return
-    if kernel.encoders:
-        encoders = iter(kernel.encoders)
+    if encoders:
+        left = iter(encoders)
         spread: list[Any] = []
         for value in values:
             if value.__class__ is Descriptor:
-                spread += (next(encoders)(value.base.data_ptr(), value.shape, value.strides), *value.shape, *value.strides)
+                spread += (next(left)(value.base.data_ptr(), value.shape, value.strides), *value.shape, *value.strides)
             else:
                 spread.append(value)
         values = spread
-    kernel.launch(launch.grid, torch._C._cuda_getCurrentRawStream(device), values)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if direct.listed:
+        direct.launch(launch.grid, 1, 1, stream, *direct.before, values)
+    else:
+        direct.launch(launch.grid, 1, 1, stream, *direct.before, *values)
+
+
+class Repeated:
+    """A launch that is repeated with the same kernel, grid and arguments, but for tensors and numbers that vary."""
+
+    def __init__(self, kernel: Any, grid: int, fixed: Mapping[str, Any]) -> None:
+        self.kernel, self.grid, self.fixed = kernel, grid, fixed
+        # By what Triton would compile another kernel for: how it is launched, its arguments, and the places of those
+        # that vary.
+        self._known: Kept[tuple[Direct, list[Any], list[int]]] = Kept(64)
+
+    def launch(self, varying: Mapping[str, Any]) -> Launch:
+        """One of them."""
+        return Launch(self.kernel, self.grid, {**self.fixed, **varying})
+
+    def run(self, varying: Mapping[str, Any]) -> None:
+        """Start one on the current device; a grid of 0 programs is none."""
+        device = torch._C._cuda_getDevice()
+        key: list[Any] = [device, *varying]
+        values: list[Any] = []
+        for value in varying.values():
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
+                key += (value.dtype, address % ALIGNMENT == 0)
+                values.append(address)
+            else:
+                key.append(_trait(value, True))
+                values.append(value)
+        known = self._known.get(tuple(key))
+        if known is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            launch = self.launch(varying)
+            run(launch)
+            self._remember(tuple(key), launch, list(varying), device)
+            return
+        (start, before, listed), arguments, places = known
+        filled = arguments.copy()
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if listed:
+            start(self.grid, 1, 1, stream, *before, filled)
+        else:
+            start(self.grid, 1, 1, stream, *before, *filled)
+
+    def _remember(self, key: tuple[Any, ...], launch: Launch, varying: Sequence[str], device: int) -> None:
+        """What a launch was started with; nothing where Triton must start it, it has descriptors, or what varies is a constant or a tuple."""
+        constants = {x.name for x in self.kernel.params if x.is_constexpr}
+        plain = constants.isdisjoint(varying) and not any(isinstance(launch.arguments[name], tuple) for name in varying)
+        if launch.grid and plain:
+            (_, direct, encoders), values = _find(launch, device)
+            if direct is not None and not encoders:
+                names = [x.name for x in self.kernel.params]
+                self._known.add(key, (direct, values, [names.index(name) for name in varying]))

@@ -162,7 +162,7 @@ def _scale_of(q: torch.Tensor, scale: float | None) -> float:
     checks.check_number(scale, "scale")
     if scale <= 0:
         raise ValueError(f"scale is {scale}: expected a number above 0, for scores are divided by it after SiLU")
-    return float(scale)
+    return checks.as_float(scale)
 
 
 def _check_values(q: torch.Tensor, offsets: torch.Tensor | None) -> None:

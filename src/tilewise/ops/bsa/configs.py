@@ -3,9 +3,9 @@
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
 """
 
-import functools
 from typing import Literal, NamedTuple
 
+from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import family
 
 Kernel = Literal["selected_fwd", "selected_bwd", "choose"]
@@ -45,7 +45,7 @@ TABLE: dict[tuple[int, Kernel], tuple[Config, Config, Config]] = {
 MOST_OF_4_WARPS = 4096
 
 
-@functools.cache
+@cached
 def choose(kernel: Kernel, width: int, element_size: int, architecture: int, keys: int = 0) -> Config:
     """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100).
 

@@ -10,15 +10,15 @@ import torch
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
-from tilewise.ops._host.template import Operation, emit
+from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs, selected
 from tilewise.ops.bsa.kernels_keys import bsa_bwd_keys_kernel
 from tilewise.ops.bsa.kernels_norm import bsa_norm_bwd_kernel, bsa_norm_fwd_kernel
 from tilewise.ops.bsa.options import LAYER_NORM_EPS, Options, Results
 from tilewise.ops.hstu import launch as silu
-from tilewise.ops.nsa.launch import compress
-from tilewise.ops.nsa.sizes import mean_windows
+from tilewise.ops.nsa.launch import compress, mean_windows
 
 # Keys of one program that adds up their gradient.
 KEYS = 32

@@ -94,7 +94,7 @@ def _prepare(
     if cu_q is not None:
         cu_q = cu_q.contiguous()
         cu_k = cu_q if cu_k is None else cu_k.contiguous()
-    return q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, float(scale), float(softcap), deterministic, backend
+    return q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, checks.as_float(scale), checks.as_float(softcap), deterministic, backend
 
 
 def _by_reference(

@@ -4,8 +4,9 @@ Measured on an H200 (`hopper`); the other families are chosen by compiling for t
 card of the family.
 """
 
-import functools
 from typing import Literal, NamedTuple
+
+from tilewise.ops._host.symbol import cached
 
 Kernel = Literal["fwd", "dkdv", "dq"]
 Family = Literal["hopper", "blackwell", "medium", "small"]
@@ -107,7 +108,7 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
 
 
 # Keyed by no length: packed training has another one in every step.
-@functools.cache
+@cached
 def _choose(kernel: Kernel, widest: int, short: bool, element_size: int, descriptors: bool, architecture: int) -> Config:
     width = next(limit for limit in WIDTHS if widest <= limit)
     key = family(architecture), element_size, kernel

@@ -4,12 +4,15 @@ Chosen by what an H200 measured, and by compiling for sm_90 with the assembler o
 and under softcap (those of later releases spill some hundred bytes in masked loops at 64), and shared memory that a block may have.
 """
 
-import functools
 from typing import Literal, NamedTuple
 
+from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import TINY_KEYS, Problem
 
 Direction = Literal["forward", "backward"]
+# In which order blocks of keys add to the sums of dQ: a fixed one, or freely, to tiles that the first block opens in
+# time or that are cleared before.
+Order = Literal["fixed", "opened", "cleared"]
 
 ARCHITECTURE = 90
 # Channels as tiles hold them: the tensor memory accelerator fills up with zeros.
@@ -115,7 +118,7 @@ def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
     return fits and why_not(direction, problem) is None
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def padded(channels: int) -> int:
     """Channels as a tile holds them."""
     return next(width for width in WIDTHS if channels <= width)
@@ -127,7 +130,7 @@ def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, 
 
 
 # Keyed by no length: packed training has another one in every step.
-@functools.cache
+@cached
 def _choose_forward(channels: int, value_channels: int, short: bool, capped: bool, left: bool, right: bool) -> Forward:
     widths = padded(channels), padded(value_channels)
     config = FORWARD_CAPPED.get(widths, FORWARD[widths]) if capped else FORWARD[widths]
@@ -146,7 +149,7 @@ def sweeps_heads(group: int, left: int | None, right: int | None, keys: int) -> 
     return group > 1 and equally_long
 
 
-@functools.cache
+@cached
 def choose_backward(channels: int, value_channels: int) -> Backward:
     """The backward's tiles."""
     return BACKWARD[padded(channels), padded(value_channels)]

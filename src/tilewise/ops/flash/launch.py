@@ -8,8 +8,9 @@ from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
-from tilewise.ops._host.template import Operation, emit, note
+from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import configs, families
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
@@ -69,10 +70,14 @@ def make_inputs(
     scale: float,
     softcap: float,
 ) -> Inputs:
-    """Inputs from the public arguments. A limit that is wider than all tokens together cuts nothing: it is dropped, and cannot overflow."""
-    tokens = q.shape[-3] + k.shape[-3]
+    """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths share a kernel.
+
+    The last query stands at the last key, and sees all keys before it where left is as many; the first sees all after it where right has
+    as many as there are queries after it.
+    """
     right = 0 if causal else right
-    return Inputs(q, k, v, cu_q, cu_k, left if 0 <= left < tokens else None, right if 0 <= right < tokens else None, scale, softcap)
+    left_cuts, right_cuts = 0 <= left < k.shape[-3] - 1, 0 <= right < q.shape[-3] - 1
+    return Inputs(q, k, v, cu_q, cu_k, left if left_cuts else None, right if right_cuts else None, scale, softcap)
 
 
 def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:

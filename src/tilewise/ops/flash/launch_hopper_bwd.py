@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,10 @@ from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.launching import Launch, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
-from tilewise.ops._host.template import Operation, emit
-from tilewise.ops.flash.configs_hopper import Backward, choose_backward, padded, sweeps_heads
+from tilewise.ops._host.template import emit
+from tilewise.ops.flash.configs_hopper import Backward, Order, choose_backward, padded, sweeps_heads
 from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
 from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
 
 Index = tuple[slice, ...]
-# In which order blocks of keys add to the sums of dQ: a fixed one, or freely, to tiles that the first block opens in time or that are cleared before.
-Order = Literal["fixed", "opened", "cleared"]
 
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.

@@ -86,7 +86,7 @@ def _prepare(
         return None
     longest, factor, reach, context = _numbers(q, max_seq_len, alpha, max_attn_len, contextual_seq_len)
     offsets, num_targets = offsets.contiguous(), None if num_targets is None else num_targets.contiguous()
-    return q, k, v, offsets, num_targets, longest, float(factor), causal, reach, context, backend
+    return q, k, v, offsets, num_targets, longest, checks.as_float(factor), causal, reach, context, backend
 
 
 def _by_reference(

@@ -4,9 +4,9 @@ Measured on an H200 (`hopper`); the other families are chosen by compiling for t
 card of the family.
 """
 
-import functools
 from typing import Literal, NamedTuple
 
+from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import Family, family
 
 Kernel = Literal["fwd", "dkdv", "dq"]
@@ -80,7 +80,7 @@ for _family in _FAMILIES:
     TABLE[_family, 4, "dq"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
 
 
-@functools.cache
+@cached
 def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     """The tiles for a problem on an architecture (compute capability as one number, 90 for an H100)."""
     width = next(i for i, limit in enumerate(WIDTHS) if problem.channels <= limit)

@@ -10,7 +10,8 @@ import torch
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.template import Operation, emit, note
+from tilewise.ops._host.program import Operation
+from tilewise.ops._host.template import emit, note
 from tilewise.ops._tile.varlen import order_tiles_kernel
 from tilewise.ops.flash.launch import LOG2E, Taps
 from tilewise.ops.hstu import configs

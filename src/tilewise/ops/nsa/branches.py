@@ -11,7 +11,7 @@ import torch
 from tilewise.ops._host.backend import HAS_TRITON
 from tilewise.ops.flash import cpu as flash_cpu
 from tilewise.ops.nsa import cpu
-from tilewise.ops.nsa.sizes import Sizes, given_windows, mean_windows
+from tilewise.ops.nsa.sizes import Sizes, given_windows
 
 if HAS_TRITON:
     from tilewise.ops.flash import launch as flash_launch
@@ -119,7 +119,7 @@ def forward(
     choosing = g_slc is not None and indices is None
     if g_cmp is not None or choosing:
         if k_cmp is None:
-            windows = mean_windows(cu, k.shape[-3], sizes.compress_stride)
+            windows = kernels.mean_windows(cu, k.shape[-3], sizes.compress_stride)
             k_cmp = kernels.compress(k, cu, windows, *compression)
             if g_cmp is not None:
                 made_k, v_cmp = k_cmp, kernels.compress(v, cu, windows, *compression)
@@ -188,7 +188,7 @@ def _compressed(saved: Saved, gate: torch.Tensor, do: torch.Tensor, options: Opt
     kernels, compression, cu, tokens = KERNELS[options.backend], options.compression, saved.cu, saved.k.shape[-3]
     do, dgate = kernels.combine_backward(do, saved.o_cmp, gate)
     k_cmp, v_cmp = saved.k_cmp, saved.v_cmp
-    windows = given_windows(cu, k_cmp.shape[-3], *compression) if saved.learned else mean_windows(cu, tokens, compression[1])
+    windows = given_windows(cu, k_cmp.shape[-3], *compression) if saved.learned else kernels.mean_windows(cu, tokens, compression[1])
     dq, dk, dv = kernels.compressed_backward(saved.q, k_cmp, v_cmp, saved.o_cmp, saved.lse_cmp, do, None, cu, windows, *compression, options.scale)
     if not saved.learned:
         dk, dv = (kernels.compress_backward(x, tokens, cu, windows, *compression) for x in (dk, dv))

@@ -4,7 +4,7 @@ import torch
 
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides, why_pointers
-from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.packing import batch_size, pieces, tile_slots
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
@@ -12,9 +12,10 @@ from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.kernels_choose import nsa_choose_best_kernel, nsa_choose_scores_kernel
 from tilewise.ops.nsa.sizes import Sizes
 
-# Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and blocks of one token at most.
+# Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and
+# blocks of one token at least and at most: up to the first, lengths share a kernel.
 HELD = 1024
-MOST_BLOCKS = 2048
+LEAST_BLOCKS, MOST_BLOCKS = 64, 2048
 
 
 def choose(
@@ -37,8 +38,7 @@ def choose(
     planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
     # The longest sequence of a packed batch has at most all tokens.
     n_blocks = -(-tokens // sizes.block_size)
-    width = power_of_2(n_blocks)
-    block = min(max(width, 16), MOST_BLOCKS)
+    block = min(max(power_of_2(n_blocks), LEAST_BLOCKS), MOST_BLOCKS)
     tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
     buffer = q.new_empty((most * config.block_m * heads_k * planes * n_blocks,), dtype=torch.float32)
@@ -91,8 +91,7 @@ def choose(
         "WHOLE": n_blocks <= block,
         "num_warps": 1,
     }
-    for first in range(0, tiles, most):
-        count = min(most, tiles - first)
+    for first, count in pieces(tiles, most):
         chunk = shared | {"first_tile": first}
         emit(
             q,

@@ -3,9 +3,9 @@
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
 """
 
-import functools
 from typing import Any, Literal, NamedTuple
 
+from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import Family, family
 
 Kernel = Literal["lists_fwd", "lists_bwd", "union_fwd", "union_dq", "scores"]
@@ -59,7 +59,7 @@ TABLE: dict[tuple[int, Kernel], tuple[Config, Config]] = {
 }
 
 
-@functools.cache
+@cached
 def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> Config:
     """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100)."""
     config = TABLE[element_size, kernel][0 if width <= WIDTHS[0] else 1]

@@ -7,6 +7,7 @@ from tilewise.ops.nsa.cpu_attend import attend_backward as attend_backward
 from tilewise.ops.nsa.cpu_attend import attend_forward as attend_forward
 from tilewise.ops.nsa.cpu_tiles import STATE
 from tilewise.ops.nsa.sizes import Sizes, window_count
+from tilewise.ops.nsa.sizes import mean_windows as mean_windows
 
 
 def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:

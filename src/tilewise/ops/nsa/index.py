@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.ops._host.launching import Launch, power_of_2
-from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.packing import batch_size, pieces, tile_slots
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.nsa import configs
@@ -86,7 +86,7 @@ def chunks(named: Named, bytes_a_token: int) -> list[Chunk]:
     tiles = named.tile_slots(named.tile_tokens)
     fits = min(configs.PARTIAL_BYTES // max(1, bytes_a_token * named.tile_tokens), configs.COUNT_BYTES // max(1, 4 * named.lists))
     most = max(1, fits)
-    return [Chunk(first, min(most, tiles - first)) for first in range(0, tiles, most)]
+    return [Chunk(first, count) for first, count in pieces(tiles, most)]
 
 
 class Lists(NamedTuple):

@@ -15,6 +15,18 @@ def whole_windows(n_tokens, SIZE: tl.constexpr, STRIDE: tl.constexpr):
     return tl.where(n_tokens >= SIZE, (n_tokens - SIZE) // STRIDE + 1, 0)
 
 
+@triton.jit(do_not_specialize=("n_offsets", "n_windows"))
+def nsa_windows_kernel(cu, windows, n_offsets, n_windows, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    # Grid: tiles of BLOCK offsets.
+    # Owns: where the windows of as many sequences begin.
+    # Loops over: nothing.
+    # Writes: that, with room for one window a stride, so that no length is needed on the host.
+    o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Offsets that were not checked must not lead out of bounds.
+    first = tl.minimum(tl.maximum(tl.load(cu + o_b, mask=o_b < n_offsets, other=0) // STRIDE, 0), n_windows)
+    tl.store(windows + o_b, first.to(tl.int32), mask=o_b < n_offsets)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def nsa_compress_fwd_kernel(
     x, y, x_strides, y_strides, cu, windows, n_batch, n_tiles, n_heads, n_tokens, n_windows,

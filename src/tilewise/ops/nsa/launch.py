@@ -13,7 +13,7 @@ from tilewise.ops.nsa import selected
 from tilewise.ops.nsa.choose import choose
 from tilewise.ops.nsa.compressed import compressed_backward, compressed_forward
 from tilewise.ops.nsa.kernels_combine import nsa_combine_bwd_kernel, nsa_combine_fwd_kernel
-from tilewise.ops.nsa.kernels_compress import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel
+from tilewise.ops.nsa.kernels_compress import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel, nsa_windows_kernel
 from tilewise.ops.nsa.sizes import window_count
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "compress_backward",
     "compressed_backward",
     "compressed_forward",
+    "mean_windows",
     "selected_backward",
     "selected_forward",
 ]
@@ -33,6 +34,8 @@ __all__ = [
 # Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of one that spreads gradients.
 MEANS = 32 if interpreting() else 4
 COMPRESSED_ROWS = 32
+# Offsets of one program that finds where windows begin.
+OFFSETS = 1024
 COMBINED_ELEMENTS = 2048
 
 
@@ -52,6 +55,16 @@ def _compress_arguments(
         "STRIDE": stride,
         "enable_fp_fusion": True,
     }
+
+
+def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:
+    """Where the means of packed sequences begin, int32 [B + 1]: as `sizes.mean_windows`."""
+    if cu is None:
+        return None
+    windows = cu.new_empty(cu.shape, dtype=torch.int32)
+    arguments = {"cu": cu, "windows": windows, "n_offsets": cu.shape[0], "n_windows": tokens // stride, "STRIDE": stride, "BLOCK": OFFSETS}
+    emit(cu, Launch(nsa_windows_kernel, -(-cu.shape[0] // OFFSETS), arguments))
+    return windows
 
 
 def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:

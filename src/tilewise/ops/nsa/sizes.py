@@ -25,12 +25,8 @@ def window_count(tokens: int, size: int, stride: int) -> int:
 
 def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:
     """Where the means of packed sequences begin, int32 [B + 1]: with room for one window a stride, so that no length is needed on the host."""
-    return None if cu is None else compute(_mean_windows, cu, tokens, stride, shape=cu.shape, dtype=torch.int32)
-
-
-def _mean_windows(cu: torch.Tensor, tokens: int, stride: int) -> torch.Tensor:
     # Offsets that were not checked must not lead out of bounds.
-    return (cu // stride).clamp(0, tokens // stride).to(torch.int32)
+    return None if cu is None else (cu // stride).clamp(0, tokens // stride).to(torch.int32)
 
 
 def given_windows(cu: torch.Tensor | None, rows: int, size: int, stride: int) -> torch.Tensor | None:

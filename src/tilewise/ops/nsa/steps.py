@@ -155,7 +155,7 @@ def scale_of(q: torch.Tensor, scale: float | None) -> float:
     if scale is None:
         return q.shape[-1] ** -0.5
     checks.check_number(scale, "scale")
-    return float(scale)
+    return checks.as_float(scale)
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
