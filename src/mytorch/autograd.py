@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import mytorch
 from mytorch import backends
 from mytorch.backends.base import Array, Backend, Shape
 from mytorch.dtypes import is_float
 
 if TYPE_CHECKING:
     from mytorch.tensor import Tensor
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 _recording: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=True)
 
@@ -25,6 +28,15 @@ def no_grad() -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
+
+
+def gives_new_memory(backward: Backward) -> Backward:
+    """Marks a `_backward` each of whose gradients is new memory that nothing else holds or sees: a leaf then keeps it without a copy.
+
+    The mark is the method's, not the class's: a subclass that gives gradients of its own is not marked.
+    """
+    backward.gives_new_memory = True  # type: ignore[attr-defined]
+    return backward
 
 
 class Function:
@@ -76,33 +88,32 @@ class Function:
 
     def apply(self, *inputs: Tensor) -> Tensor:
         """Run the operation, and record it where a gradient may be asked for."""
-        from mytorch.tensor import Tensor
-
         for x in inputs:
-            if not isinstance(x, Tensor):
+            if not isinstance(x, mytorch.Tensor):
                 raise TypeError(f"{type(self).__name__} takes tensors, not {type(x).__name__}: wrap data with Tensor.create")
-        devices = {x.device for x in inputs}
-        if len(devices) != 1:
-            where = ", ".join(f"{list(x.shape)} on {x.device}" for x in inputs)
-            raise ValueError(f"{type(self).__name__} needs tensors on one device, got {where or 'none'}: move them with .to(device)")
-        if "backend" in vars(self):
+            if x._device is not inputs[0]._device:
+                where = ", ".join(f"{list(x.shape)} on {x.device}" for x in inputs)
+                raise ValueError(f"{type(self).__name__} needs tensors on one device, got {where}: move them with .to(device)")
+        if not inputs:
+            raise ValueError(f"{type(self).__name__} needs tensors, got none")
+        if "backend" in self.__dict__:
             raise RuntimeError(f"this {type(self).__name__} has been applied already: make another, for each holds what its own backward needs")
-        device = devices.pop()
-        self.backend = backends.of(device)
-        self.needs = tuple(_recording.get() and x.requires_grad for x in inputs)
-        out = self._forward(*(x._data for x in inputs))
-        recorded = any(self.needs) and is_float(self.backend.dtype(out))
-        if recorded:
-            self.inputs, self._versions = inputs, tuple(x._version for x in inputs)
-        else:
-            self._saved = None
-        return Tensor._wrap(out, device, recorded, self if recorded else None)
+        device = inputs[0]._device
+        self.backend = backend = backends.of(device)
+        recording = _recording.get()
+        self.needs = tuple([recording and x._requires_grad for x in inputs])
+        out = self._forward(*[x._data for x in inputs])
+        if True in self.needs and is_float(backend.dtype(out)):
+            self.inputs, self._versions = inputs, tuple([x._version for x in inputs])
+            return mytorch.Tensor._wrap(out, device, True, self)
+        self._saved = None
+        return mytorch.Tensor._wrap(out, device)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """The gradient of each input, in its own shape and type: broadcasting is undone here, for every operation."""
         if self._saved is None:
             raise RuntimeError(f"the graph through {type(self).__name__} was freed by an earlier backward: run the forward pass again")
-        if tuple(x._version for x in self.inputs) != self._versions:
+        if tuple([x._version for x in self.inputs]) != self._versions:
             raise RuntimeError(
                 f"an input of {type(self).__name__} was changed after it ran (by an optimiser's step, load_state_dict or its pointer): its gradient "
                 "would be wrong. Go back through every graph before the change, or run the forward pass again"
@@ -111,10 +122,12 @@ class Function:
         gradients = found if isinstance(found, tuple) else (found,)
         if len(gradients) != len(self.inputs):
             raise RuntimeError(f"{type(self).__name__}._backward gave {len(gradients)} gradients for {len(self.inputs)} inputs")
-        return tuple(self._fitted(g, x) if need and g is not None else None for g, x, need in zip(gradients, self.inputs, self.needs, strict=True))
+        return tuple([self._fitted(g, x) if need and g is not None else None for g, x, need in zip(gradients, self.inputs, self.needs, strict=True)])
 
     def _fitted(self, grad: Array, x: Tensor) -> Array:
         """A gradient summed over the axes along which x was repeated, in x's type."""
+        if grad.shape == x._data.shape and grad.dtype == x._data.dtype:
+            return grad
         shape = tuple(grad.shape)
         if shape != x.shape:
             axes = repeated_axes(x.shape, shape)
@@ -160,12 +173,14 @@ def run_backward(root: Tensor, grad: Array) -> None:
         arrived = waiting.pop(node, None)
         # Nothing arrives where every path from the root gave None.
         if arrived is not None:
+            new = getattr(node._backward, "gives_new_memory", False)
             for x, g in zip(node.inputs, node.backward(arrived), strict=True):
                 if g is None:
                     continue
-                if x._node is None:
-                    x._accumulate(g)
+                after = x._node
+                if after is None:
+                    x._accumulate(g, new)
                 else:
                     # Always a new array: the one that came may be another tensor's gradient too.
-                    waiting[x._node] = node.backend.binary("add", waiting[x._node], g) if x._node in waiting else g
+                    waiting[after] = node.backend.binary("add", waiting[after], g) if after in waiting else g
         node.release_saved_inputs()

@@ -37,6 +37,11 @@ class Tensor(Operators, Methods):
         self = object.__new__(Tensor)
         self._data, self._device, self._requires_grad, self._node, self._grad = data, device, requires_grad, node, None
         self._version = 0
+        return self
+
+    @staticmethod
+    def _leaf(data: Array, device: Device, requires_grad: bool) -> Tensor:
+        self = Tensor._wrap(data, device, requires_grad)
         if requires_grad and not dtypes.is_float(self.dtype):
             raise TypeError(f"only floating-point tensors can require a gradient, this one is {self.dtype}")
         return self
@@ -55,7 +60,7 @@ class Tensor(Operators, Methods):
             if math.prod(shape) != array.size:
                 raise ValueError(f"{array.size} numbers do not fill the shape {list(shape)}, which has {math.prod(shape)}")
             array = array.reshape(tuple(shape))
-        return Tensor._wrap(backends.of(device).from_numpy(array), device, requires_grad)
+        return Tensor._leaf(backends.of(device).from_numpy(array), device, requires_grad)
 
     @staticmethod
     def from_numpy(array: np.ndarray, requires_grad: bool = False, *, device: Device = Device.CPU) -> Tensor:
@@ -67,12 +72,12 @@ class Tensor(Operators, Methods):
     @staticmethod
     def zeros(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
         """All 0."""
-        return Tensor._wrap(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
+        return Tensor._leaf(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
     def ones(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
         """All 1."""
-        return Tensor._wrap(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
+        return Tensor._leaf(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
     def randn(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
@@ -107,7 +112,7 @@ class Tensor(Operators, Methods):
     @property
     def dtype(self) -> DType:
         """The element type."""
-        return self._backend.dtype(self._data)
+        return backends.of(self._device).dtype(self._data)
 
     @property
     def device(self) -> Device:
@@ -209,8 +214,12 @@ class Tensor(Operators, Methods):
             raise ValueError(f"expected a gradient of shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on {grad.device}")
         run_backward(self, self._backend.cast(grad._data, self.dtype))
 
-    def _accumulate(self, grad: Array) -> None:
-        """Add to grad, in memory of its own: what comes may be other tensors' gradient too."""
+    def _accumulate(self, grad: Array, new: bool = False) -> None:
+        """Add to grad, in memory of its own: unless what comes is new, it may be other tensors' gradient too."""
         if self._requires_grad:
-            found = self._backend.copy(grad) if self._grad is None else self._backend.binary("add", self._grad._data, grad)
+            backend = self._backend
+            if self._grad is not None:
+                found = backend.binary("add", self._grad._data, grad)
+            else:
+                found = backend.contiguous(grad) if new else backend.copy(grad)
             self._grad = Tensor._wrap(found, self._device)

@@ -53,6 +53,9 @@ def rows(dtype: torch.dtype) -> None:
         BACKEND.sum(array(512, 770, dtype=dtype), axes, False)
         BACKEND.max(array(512, 770, dtype=dtype), axes, True)
     BACKEND.sum(array(64, 6, 24, 24, dtype=dtype), (0, 2, 3), False)
+    # Means: in one pass, in two, and a gradient's.
+    for shape, axes in (((64, 10), (1,)), ((300, 770), (0, 1)), ((64, 10), ())):
+        BACKEND.sum(array(*shape, dtype=dtype), axes, False, 10)
 
 
 def elements(dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """The graph: what is recorded, in which order it is walked, that gradients are nobody else's memory, and what is freed."""
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from against_torch import compare, each_backend, normal, on
 
 import mytorch
-from mytorch import Function, Tensor, gradcheck, no_grad
+from mytorch import Device, Function, Tensor, backends, gradcheck, no_grad
+from mytorch.autograd import gives_new_memory
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,142 @@ def test_gradients_share_no_memory():
     (x * 2).sum().backward()
     assert before.numpy().tolist() == [1.0, 1.0]
     assert x.grad.numpy().tolist() == [3.0, 3.0]
+
+
+NUMBERS = [[1, 0, 3], [1, 1, 2]]
+# Operations whose inputs are leaves, with the shapes of those: views of one gradient, the same gradient twice, new
+# memory, and what was saved.
+ON_LEAVES = {
+    "add": (lambda x, y: x + y, (3, 4), (3, 4)),
+    "add twice": (lambda x: x + x, (3, 4)),
+    "add broadcast": (lambda x, y: x + y, (3, 4), (4,)),
+    "sub": (lambda x, y: x - y, (3, 4), (3, 4)),
+    "mul": (lambda x, y: x * y, (3, 4), (3, 4)),
+    "mul twice": (lambda x: x * x, (3, 4)),
+    "mul repeated": (lambda x, y: x * y, (3, 4), (1, 4)),
+    "div": (lambda x, y: x / (y * y + 1), (3, 4), (3, 4)),
+    "pow": (lambda x, y: (x * x + 1) ** y, (3, 4), (3, 4)),
+    "unary": (lambda x, y: x.tanh() + y.exp() - x.relu(), (3, 4), (3, 4)),
+    "neg": (lambda x: -x, (3, 4)),
+    "where": (lambda x, y: (x > 0).where(x, y), (3, 4), (3, 4)),
+    "dropout": (lambda x: x.dropout(0.5), (3, 4)),
+    "cast": (lambda x: x.astype("float64").astype("float32"), (3, 4)),
+    "sum": (lambda x: x.sum(0), (3, 4)),
+    "sum of one": (lambda x: x.sum(1), (3, 1)),
+    "mean": (lambda x: x.mean(1), (3, 4)),
+    "mean of one": (lambda x: x.mean(1), (3, 1)),
+    "max": (lambda x: x.max(1), (3, 4)),
+    "reshape": (lambda x: x.reshape(2, 6), (3, 4)),
+    "reshape to the same": (lambda x: x.reshape(3, 4), (3, 4)),
+    "permute": (lambda x: x.T, (3, 4)),
+    "permute a row": (lambda x: x.T, (1, 4)),
+    "slice": (lambda x: x[1:, ::2], (3, 4)),
+    "cat": (lambda x, y: mytorch.cat([x, y], axis=0), (3, 4), (2, 4)),
+    "matmul": (lambda x, y: x @ y, (3, 4), (4, 5)),
+    "matmul of transposed": (lambda x, y: x.T @ y.T, (3, 4), (5, 3)),
+    "linear": (lambda x, w, b: x.linear(w, b), (2, 3, 4), (4, 5), (5,)),
+    "softmax": (lambda x, y: x.softmax() + y.log_softmax(0), (3, 4), (3, 4)),
+    "layer norm": (lambda x, w, b: x.layer_norm(w, b), (3, 4), (4,), (4,)),
+    "convolution": (lambda x, w, b: x.conv2d(w, b, padding=1), (2, 2, 5, 6), (3, 2, 3, 2), (3,)),
+    "pooling": (lambda x: x.max_pool2d(2, 1), (2, 2, 5, 6)),
+    "gather": (lambda x: x.gather(0, Tensor.create(NUMBERS, device=x.device)), (4, 3)),
+    "embedding": (lambda x: x.embedding(Tensor.create(NUMBERS, device=x.device)), (4, 3)),
+    "attention": (lambda q, k, v: q.attention(k, v), (1, 5, 4, 4), (1, 6, 2, 4), (1, 6, 2, 4)),
+    "reshape to a convolution": (lambda x, w: x.reshape(1, 1, 3, 4).conv2d(w), (3, 4), (1, 1, 2, 2)),
+}
+
+
+def memory(tensor):
+    """The addresses of a tensor whose elements lie side by side."""
+    lowest = tensor.data_ptr()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+    return range(lowest, lowest + (reach + 1) * tensor.dtype.itemsize)
+
+
+def check_apart(tensors):
+    places = sorted((memory(x) for x in tensors), key=lambda place: place.start)
+    for before, after in itertools.pairwise(places):
+        assert before.stop <= after.start, "two tensors share memory"
+
+
+@each_backend
+@pytest.mark.parametrize("name", ON_LEAVES)
+def test_a_gradient_is_the_leafs_own(name, backend):
+    function, *shapes = ON_LEAVES[name]
+    with on(backend) as device:
+        mytorch.manual_seed(0)
+        leaves = [Tensor.randn(shape, requires_grad=True, device=device) for shape in shapes]
+        y = function(*leaves)
+        incoming = Tensor.randn(y.shape, device=device)
+        # What the caller, and the graph until it is freed, have a hold of.
+        kept = [incoming, y.detach(), *(x.detach() for x in leaves)]
+        before = [x.numpy() for x in kept]
+        y.backward(incoming)
+        gradients = [x.grad for x in leaves]
+        # A view shares its tensor's memory by right.
+        check_apart([*gradients, incoming, *leaves])
+        for x in gradients:
+            assert x.strides == Tensor.zeros(x.shape).strides
+        values = [x.numpy() for x in gradients]
+        # A second gradient is added, and the first one written to, without a change to the others.
+        function(*leaves).backward(incoming)
+        check_apart([*gradients, *(x.grad for x in leaves), incoming, *leaves])
+        for i, x in enumerate(gradients):
+            np.testing.assert_array_equal(x.numpy(), values[i])
+            backends.of(device).copy_(x._data, Tensor.zeros(x.shape, device=device)._data)
+        if name != "dropout":
+            for x, value in zip(leaves, values, strict=True):
+                np.testing.assert_array_equal(x.grad.numpy(), value + value)
+        for x, value in zip(kept, before, strict=True):
+            np.testing.assert_array_equal(x.numpy(), value)
+
+
+class Kept(Function):
+    """Gives an array away that it has given before, and will again."""
+
+    array = np.full(2, 3.0, np.float32)
+
+    def _forward(self, x):
+        return self.backend.copy(x)
+
+    def _backward(self, grad):
+        return self.array
+
+
+def test_an_operation_may_keep_what_it_gives():
+    x, y = leaf(1.0, 2.0), leaf(1.0, 2.0)
+    Kept().apply(x).sum().backward()
+    Kept().apply(y).sum().backward()
+    x.grad.mutable_data_ptr()
+    x.grad._data[:] = 0
+    assert Kept.array.tolist() == y.grad.numpy().tolist() == [3.0, 3.0]
+
+
+def test_new_memory_is_not_copied(monkeypatch):
+    class Marked(Kept):
+        @gives_new_memory
+        def _backward(self, grad):
+            return grad * 2
+
+    class Unmarked(Marked):
+        def _backward(self, grad):
+            return grad
+
+    copied = []
+    backend = type(backends.of(Device.CPU))
+    copy = backend.copy
+    monkeypatch.setattr(backend, "copy", lambda self, x: copied.append(x) or copy(self, x))
+    x, y = leaf(1.0, 2.0), leaf(3.0, 4.0)
+    a, b, c = Marked().apply(x), Unmarked().apply(y), x * y
+    copied.clear()
+    a.sum().backward()
+    assert copied == []
+    b.sum().backward()
+    assert len(copied) == 1
+    x.set_grad(None)
+    y.set_grad(None)
+    c.sum().backward()
+    assert len(copied) == 1
 
 
 def test_a_leaf_itself():

@@ -138,6 +138,8 @@ def test_long_reductions(cuda, shape, axes):
     x = normal(*shape)
     both(cuda, lambda b, x: b.sum(x, axes, False), x.astype("float32"), scale=4)
     both(cuda, lambda b, x: b.sum(x, axes, True), whole(*shape, below=2**55))
+    for dtype in FLOATS:
+        both(cuda, lambda b, x: b.sum(x, axes, True, 37), x.astype(dtype), scale=4)
     both(cuda, lambda b, x: b.max(x, axes, False), x)
     x.ravel()[x.size // 3] = np.nan
     both(cuda, lambda b, x: b.max(x, axes, False), x)
@@ -226,6 +228,15 @@ def test_by_number(cuda, dtype):
     x, index = np.asarray(normal(5, 4, 3), dtype), whole(2, 6, 3, below=4)
     both(cuda, lambda b, x, i: b.gather(b.permute(x, (0, 1, 2)), 1, i), x, index)
     both(cuda, lambda b, g, i: b.gather_grad(b.permute(g, (2, 0, 1)), 1, i, (5, 4, 3)), np.asarray(normal(6, 3, 2), dtype), index)
+    # As a mean's backward leaves it: one number, repeated; and numbers of other strides.
+    repeated, turned = np.asarray(normal(1), dtype), np.ascontiguousarray(index.transpose(1, 2, 0))
+    both(
+        cuda,
+        lambda b, g, i: b.gather_grad(b.broadcast_to(g, index.shape), 1, b.permute(i, (2, 0, 1)), (5, 4, 3)),
+        repeated,
+        turned,
+        scale=4,
+    )
 
 
 def test_infinite_gradient_stays_in_its_row(cuda):

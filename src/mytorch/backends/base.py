@@ -1,8 +1,8 @@
 """What a device must be able to do: the protocol that every backend fulfils and every operation is written in.
 
 An array is whatever the backend keeps its numbers in: `numpy.ndarray` on the CPU, a torch tensor (memory, shape and strides, nothing else) on
-CUDA. Arrays that come in may have any strides; those that come out of arithmetic are new memory, in C order. Nothing writes to an array that
-came in, except the methods whose names end in `_`.
+CUDA. Arrays of one shape have equal `shape`s, those of one type equal `dtype`s. Arrays that come in may have any strides; those that come out of
+arithmetic are new memory, in C order. Nothing writes to an array that came in, except the methods whose names end in `_`.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,9 @@ class Backend(Protocol):
 
     def copy(self, x: Array) -> Array:
         """New memory in C order with the same values."""
+
+    def contiguous(self, x: Array) -> Array:
+        """x in C order: itself where it lies so, else a copy."""
 
     def cast(self, x: Array, dtype: DType) -> Array:
         """The values as another type; of the same type, x itself."""
@@ -85,8 +88,8 @@ class Backend(Protocol):
         """0 with probability p, else 1 / (1 - p); the same for the same seed."""
 
     # Reductions, in fp32 at least.
-    def sum(self, x: Array, axes: Shape, keepdims: bool) -> Array:
-        """The sum over axes (all given, none negative), in x's type."""
+    def sum(self, x: Array, axes: Shape, keepdims: bool, divisor: float | None = None) -> Array:
+        """The sum over axes (all given, none negative), in x's type; with a divisor, a float's is divided before it is rounded to that type."""
 
     def max(self, x: Array, axes: Shape, keepdims: bool) -> Array:
         """The largest over axes; NaN where there is one."""

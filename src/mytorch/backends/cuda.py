@@ -11,12 +11,12 @@ import torch
 from mytorch.backends.gpu.elementwise import Elementwise
 from mytorch.backends.gpu.image import Image
 from mytorch.backends.gpu.index import Index
-from mytorch.backends.gpu.launcher import Array
+from mytorch.backends.gpu.launcher import Array, Plan
 from mytorch.backends.gpu.matrix import Matrix
 from mytorch.backends.gpu.optimiser import Optimiser
 from mytorch.backends.gpu.rows import Rows
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import Launch, run_all
+from tilewise.ops._host.launching import run_repeated
 from tilewise.ops.flash import launch as flash
 
 # Of a head, in the attention kernels.
@@ -43,10 +43,8 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or find_device()
 
-    def _launch(self, kernel: Any, grid: int, **arguments: Any) -> None:
-        if grid:
-            arguments["enable_fp_fusion"] = True
-            run_all((Launch(kernel, grid, arguments),), self.device)
+    def _launch(self, plan: Plan, **arrays: Any) -> None:
+        run_repeated(plan.launch, arrays, self.device)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, Array]:
         return flash.forward(self._attention_inputs(q, k, v, causal, scale))

@@ -147,12 +147,13 @@ class ParallelBackend(SerialBackend):
         elementwise.binary(BINARY[name], flat(x), flat(y), *found, self._threads, out.reshape(-1))
         return out
 
-    def sum(self, x: Array, axes: Shape, keepdims: bool) -> Array:
+    def sum(self, x: Array, axes: Shape, keepdims: bool, divisor: float | None = None) -> Array:
         kept = [i for i in range(x.ndim) if i not in axes]
         if not axes or not suits(max(CHEAP, PARTS), x) or (kept and kept[-1] - kept[0] >= len(kept)):
-            return super().sum(x, axes, keepdims)
+            return super().sum(x, axes, keepdims, divisor)
         shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes)
-        return self._sum(x, kept).astype(x.dtype, copy=False).reshape(shape)
+        total = self._sum(x, kept) if divisor is None else self._sum(x, kept) / divisor
+        return total.astype(x.dtype, copy=False).reshape(shape)
 
     def _sum(self, x: Array, kept: list[int]) -> Array:
         """Flat, over all axes but those kept, which stand side by side."""

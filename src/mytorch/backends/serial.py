@@ -97,6 +97,9 @@ class SerialBackend:
     def copy(self, x: Array) -> Array:
         return np.array(x, order="C")
 
+    def contiguous(self, x: Array) -> Array:
+        return np.asarray(x, order="C")
+
     def cast(self, x: Array, dtype: DType) -> Array:
         return x if x.dtype == dtype else x.astype(dtype, order="C")
 
@@ -141,8 +144,12 @@ class SerialBackend:
         keep = np.random.default_rng(seed).random(shape, dtype=np.float32) >= p
         return keep.astype(dtype) * dtype.type(1 / (1 - p) if p < 1 else 0)
 
-    def sum(self, x: Array, axes: Shape, keepdims: bool) -> Array:
-        return np.asarray(wide(x).sum(axes, keepdims=keepdims), dtype=x.dtype)
+    def sum(self, x: Array, axes: Shape, keepdims: bool, divisor: float | None = None) -> Array:
+        total = wide(x).sum(axes, keepdims=keepdims)
+        if divisor is not None:
+            with np.errstate(all="ignore"):
+                total = total / divisor
+        return np.asarray(total, dtype=x.dtype)
 
     def max(self, x: Array, axes: Shape, keepdims: bool) -> Array:
         return np.asarray(x.max(axes, keepdims=keepdims))

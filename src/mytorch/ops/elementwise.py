@@ -1,6 +1,6 @@
 """Element by element: what each operation is called in a backend, and its gradient."""
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array
 from mytorch.dtypes import DType
 
@@ -28,6 +28,7 @@ class Unary(Function):
         self.save(x if GRADIENTS[self.name][0] == "x" else y)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         return self.backend.binary(GRADIENTS[self.name][1], grad, *self.saved)
 
@@ -38,6 +39,7 @@ class Neg(Function):
     def _forward(self, x: Array) -> Array:
         return self.backend.unary("neg", x)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         return self.backend.unary("neg", grad)
 
@@ -69,6 +71,7 @@ class Mul(Function):
         self.save(x, y)
         return self.backend.binary("mul", x, y)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array | None, Array | None]:
         x, y = self.saved
         return (
@@ -85,6 +88,7 @@ class Div(Function):
         self.save(y, out)
         return out
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array, Array | None]:
         y, out = self.saved
         by_x = self.backend.binary("div", grad, y)
@@ -99,6 +103,7 @@ class Pow(Function):
         self.save(x, y, out)
         return out
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array | None, Array | None]:
         x, y, out = self.saved
         b = self.backend
@@ -125,6 +130,7 @@ class Where(Function):
         self.save(condition)
         return self.backend.where(condition, x, y)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[None, Array, Array]:
         (condition,) = self.saved
         zero = self.backend.full((), 0, self.backend.dtype(grad))
@@ -155,5 +161,6 @@ class Dropout(Function):
         self.save(mask)
         return self.backend.binary("mul", x, mask)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         return self.backend.binary("mul", grad, *self.saved)

@@ -1,6 +1,6 @@
 """Convolution and pooling of images `[B, C, H, W]`."""
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array, Shape
 
 Pair = tuple[int, int]
@@ -16,6 +16,7 @@ class Conv2D(Function):
         self.save(x, weight)
         return self.backend.conv2d(x, weight, bias, self.stride, self.padding)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array | None, ...]:
         x, weight = self.saved
         b, where = self.backend, (self.stride, self.padding)
@@ -38,6 +39,7 @@ class MaxPool2D(Function):
         self.shape: Shape = tuple(x.shape)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         (where,) = self.saved
         return self.backend.max_pool2d_grad(grad, where, self.shape, self.size, self.stride)

@@ -1,6 +1,6 @@
 """Elements and rows by number."""
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array
 
 
@@ -11,6 +11,7 @@ class Take(Function):
         self.save(index, table.shape[0])
         return self.backend.take(table, index)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array, None]:
         index, rows = self.saved
         return self.backend.take_grad(grad, index, rows), None
@@ -26,6 +27,7 @@ class Gather(Function):
         self.save(index, tuple(x.shape))
         return self.backend.gather(x, self.axis, index)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array, None]:
         index, shape = self.saved
         return self.backend.gather_grad(grad, self.axis, index, shape), None

@@ -2,7 +2,7 @@
 
 import math
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array
 
 
@@ -19,6 +19,7 @@ class MatMul(Function):
         self.save(x, y)
         return self.backend.matmul(x, y)
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array | None, Array | None]:
         x, y = self.saved
         return (
@@ -36,6 +37,7 @@ class Linear(Function):
         self.save(rows, weight)
         return self.backend.reshape(self.backend.linear(rows, weight, bias), (*self.leading, weight.shape[1]))
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array | None, ...]:
         x, weight = self.saved
         b = self.backend

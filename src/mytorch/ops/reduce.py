@@ -2,7 +2,7 @@
 
 import math
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array, Shape
 from mytorch.dtypes import float32, promote
 
@@ -30,10 +30,6 @@ class Reduction(Function):
         self.axes = axes_of(self.axis, len(self.shape))
         self.kept = tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
 
-    def _wide(self, x: Array) -> Array:
-        """fp16 as fp32: sums and counts outgrow it."""
-        return self.backend.cast(x, promote(self.backend.dtype(x), float32))
-
     def _spread(self, x: Array) -> Array:
         return self.backend.broadcast_to(self.backend.reshape(x, self.kept), self.shape)
 
@@ -54,15 +50,11 @@ class Mean(Reduction):
 
     def _forward(self, x: Array) -> Array:
         self._start(x)
-        self.dtype = self.backend.dtype(x)
-        return self._scaled(self.backend.sum(self._wide(x), self.axes, self.keepdims))
+        self.count = math.prod(self.shape[i] for i in self.axes)
+        return self.backend.sum(x, self.axes, self.keepdims, self.count)
 
     def _backward(self, grad: Array) -> Array:
-        return self._spread(self._scaled(self._wide(grad)))
-
-    def _scaled(self, x: Array) -> Array:
-        count = math.prod(self.shape[i] for i in self.axes)
-        return self.backend.cast(self.backend.binary("div", x, self.backend.full((), count, self.backend.dtype(x))), self.dtype)
+        return self._spread(self.backend.sum(grad, (), False, self.count))
 
 
 class Max(Reduction):
@@ -76,9 +68,12 @@ class Max(Reduction):
         self.save(x, y)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         x, y = self.saved
         b = self.backend
-        largest = b.cast(b.binary("eq", x, self._spread(y)), promote(b.dtype(x), float32))
-        share = b.binary("div", self._wide(b.reshape(grad, self.kept)), b.sum(largest, self.axes, True))
+        # In fp32 at least: counts outgrow fp16.
+        wide = promote(b.dtype(x), float32)
+        largest = b.cast(b.binary("eq", x, self._spread(y)), wide)
+        share = b.binary("div", b.cast(b.reshape(grad, self.kept), wide), b.sum(largest, self.axes, True))
         return b.binary("mul", largest, share)

@@ -1,6 +1,6 @@
 """What takes a whole row at a time: softmax, its logarithm, layer norm. All go over the last axis."""
 
-from mytorch.autograd import Function
+from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array
 
 
@@ -12,6 +12,7 @@ class Softmax(Function):
         self.save(y)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         return self.backend.softmax_grad(grad, *self.saved)
 
@@ -24,6 +25,7 @@ class LogSoftmax(Function):
         self.save(y)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> Array:
         return self.backend.log_softmax_grad(grad, *self.saved)
 
@@ -39,5 +41,6 @@ class LayerNorm(Function):
         self.save(x, weight, mean, rstd)
         return y
 
+    @gives_new_memory
     def _backward(self, grad: Array) -> tuple[Array, Array, Array]:
         return self.backend.layer_norm_grad(grad, *self.saved)

@@ -1,30 +1,45 @@
 """Element by element: shapes broadcast, axes collapsed, one launch."""
 
-import functools
-
 import numpy as np
 import torch
 
 from mytorch.backends.base import COMPARISONS, Shape
 from mytorch.backends.gpu.kernels_elementwise import mytorch_binary_kernel, mytorch_dropout_kernel, mytorch_unary_kernel, mytorch_where_kernel
-from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, collapsed, readable
+from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, Plan, collapsed, plan_elements, plan_whole, planned, readable
 from mytorch.backends.gpu.reduce import Reduce
 from mytorch.dtypes import DType
 
 
-@functools.lru_cache(maxsize=4096)
-def broadcast(*shapes: Shape) -> Shape:
-    """The shape that several make together, as NumPy has it."""
-    return np.broadcast_shapes(*shapes)
+def expanded(shape: Shape, strides: Shape, to: Shape) -> Shape:
+    """An array's strides under the shape that it is broadcast to."""
+    new = len(to) - len(shape)
+    return (0,) * new + tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
 
 
-def common(*arrays: Array) -> tuple[Shape, Shape, tuple[Shape, ...]]:
-    """The shape that arrays make together; its axes and each array's strides over them, collapsed."""
-    shape = arrays[0].shape
-    if all(x.shape == shape for x in arrays):
-        return tuple(shape), *collapsed(tuple(shape), *(x.stride() for x in arrays))
-    together = broadcast(*(tuple(x.shape) for x in arrays))
-    return together, *collapsed(together, *(x.expand(together).stride() for x in arrays))
+@planned
+def plan_unary(name: str, dtype: torch.dtype, shape: Shape, strides: Shape) -> Plan:
+    """For `unary`."""
+    sizes, (x_strides,) = collapsed(shape, strides)
+    return plan_elements(mytorch_unary_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, NAME=name, NDIM=len(sizes))
+
+
+@planned
+def plan_binary(name: str, dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape) -> Plan:
+    """For `binary`."""
+    shape = np.broadcast_shapes(x_shape, y_shape)
+    sizes, (x_steps, y_steps) = collapsed(shape, expanded(x_shape, x_strides, shape), expanded(y_shape, y_strides, shape))
+    out = torch.bool if name in COMPARISONS else dtype
+    named = {"NAME": name, "NDIM": len(sizes), "AS_BOOL": out == torch.bool}
+    return plan_elements(mytorch_binary_kernel, shape, out, sizes=sizes, x_strides=x_steps, y_strides=y_steps, **named)
+
+
+@planned
+def plan_where(dtype: torch.dtype, shapes: tuple[Shape, ...], strides: tuple[Shape, ...]) -> Plan:
+    """For `where`: of the condition and of both that are chosen from."""
+    shape = np.broadcast_shapes(*shapes)
+    sizes, steps = collapsed(shape, *(expanded(before, step, shape) for before, step in zip(shapes, strides, strict=True)))
+    named = dict(zip(("condition_strides", "x_strides", "y_strides"), steps, strict=True))
+    return plan_elements(mytorch_where_kernel, shape, dtype, sizes=sizes, NDIM=len(sizes), **named)
 
 
 class Elementwise(Reduce):
@@ -33,12 +48,7 @@ class Elementwise(Reduce):
     def unary(self, name: str, x: Array) -> Array:
         if x.dtype == torch.bool:
             raise TypeError(f"{name} is not defined on bool: convert with astype first")
-        out = self._empty(x.shape, x.dtype)
-        sizes, (x_strides,) = collapsed(tuple(x.shape), x.stride())
-        self._launch_by_elements(
-            mytorch_unary_kernel, out.numel(), out=readable(out), x=x, sizes=sizes, x_strides=x_strides, NAME=name, NDIM=len(sizes)
-        )
-        return out
+        return self._result(plan_unary(name, x.dtype, x.shape, x.stride()), x=x)
 
     def binary(self, name: str, x: Array, y: Array) -> Array:
         if x.dtype == torch.bool and name not in (*COMPARISONS, "add", "mul"):
@@ -55,42 +65,12 @@ class Elementwise(Reduce):
 
     def _binary(self, name: str, x: Array, y: Array) -> Array:
         """The operation, without a look at values."""
-        shape, sizes, (x_strides, y_strides) = common(x, y)
-        out = self._empty(shape, torch.bool if name in COMPARISONS else x.dtype)
-        self._launch_by_elements(
-            mytorch_binary_kernel,
-            out.numel(),
-            out=readable(out),
-            x=readable(x),
-            y=readable(y),
-            sizes=sizes,
-            x_strides=x_strides,
-            y_strides=y_strides,
-            NAME=name,
-            NDIM=len(sizes),
-            AS_BOOL=out.dtype == torch.bool,
-        )
-        return out
+        return self._result(plan_binary(name, x.dtype, x.shape, y.shape, x.stride(), y.stride()), x=readable(x), y=readable(y))
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
-        shape, sizes, (condition_strides, x_strides, y_strides) = common(condition, x, y)
-        out = self._empty(shape, x.dtype)
-        self._launch_by_elements(
-            mytorch_where_kernel,
-            out.numel(),
-            out=readable(out),
-            condition=readable(condition),
-            x=readable(x),
-            y=readable(y),
-            sizes=sizes,
-            condition_strides=condition_strides,
-            x_strides=x_strides,
-            y_strides=y_strides,
-            NDIM=len(sizes),
-        )
-        return out
+        plan = plan_where(x.dtype, (condition.shape, x.shape, y.shape), (condition.stride(), x.stride(), y.stride()))
+        return self._result(plan, condition=readable(condition), x=readable(x), y=readable(y))
 
     def dropout_mask(self, shape: Shape, p: float, seed: int, dtype: DType) -> Array:
-        out = self._empty(shape, TORCH_TYPES[dtype])
-        self._launch_by_elements(mytorch_dropout_kernel, out.numel(), out=readable(out), seed=seed, p=float(p), scale=1 / (1 - p) if p < 1 else 0.0)
-        return out
+        plan = plan_whole(mytorch_dropout_kernel, tuple(shape), TORCH_TYPES[dtype])
+        return self._result(plan, seed=seed, p=float(p), scale=1 / (1 - p) if p < 1 else 0.0)

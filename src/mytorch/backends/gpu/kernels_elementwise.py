@@ -6,7 +6,7 @@ Axes that lie one behind the other in every array are one here, so that arrays i
 import triton
 import triton.language as tl
 
-from mytorch.backends.gpu.kernels_tile import number, program_number, store_as, strided_offsets, widened
+from mytorch.backends.gpu.kernels_tile import number, program_number, quotient, store_as, strided_offsets, widened
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)
@@ -37,18 +37,6 @@ def square_root(x):
     else:
         root = tl.sqrt(x)
     return root
-
-
-@triton.jit
-def quotient(x, y):
-    """Rounded correctly; of integers, the quotient's whole part."""
-    if x.dtype == tl.float32:
-        ratio = tl.div_rn(x, y)
-    elif x.dtype == tl.float64:
-        ratio = x / y
-    else:
-        ratio = x.to(tl.float64) / y.to(tl.float64)
-    return ratio
 
 
 @triton.jit

@@ -83,21 +83,23 @@ def covered(o, sizes, lengths, NDIM: tl.constexpr):
 
 @triton.jit
 def mytorch_gather_grad_kernel(
-    grad, index, out, sizes, lengths, index_strides, inner, length, count, index_stride, n,
+    grad, index, out, sizes, lengths, index_strides, grad_strides, inner, length, count, index_stride, grad_stride, n,
     ACC: tl.constexpr, NDIM: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of x's gradient, of `sizes`.
-    # Loops over: the `count` numbers that may name an element, index_stride apart; index_strides are 0 along their axis.
+    # Loops over: the `count` numbers that may name an element, index_stride apart, and their gradients, grad_stride apart. The other strides
+    # are 0 along that axis.
     # Writes: the sum of the gradients whose numbers name the element.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     # The numbers' other axes may be shorter than x's.
     m = (o < n) & covered(o, sizes, lengths, NDIM)
     place = o // inner % length
     o_index = strided_offsets(o, sizes, index_strides, NDIM)
+    o_grad = strided_offsets(o, sizes, grad_strides, NDIM)
     acc = tl.zeros([BLOCK], ACC)
     for j in range(count):
         b_number = tl.load(index + o_index + tl.cast(j, tl.int64) * index_stride, mask=m, other=-1)
         named = m & (b_number == place)
-        acc += tl.load(grad + o_index + tl.cast(j, tl.int64) * index_stride, mask=named, other=0).to(ACC)
+        acc += tl.load(grad + o_grad + tl.cast(j, tl.int64) * grad_stride, mask=named, other=0).to(ACC)
     tl.store(out + o, acc.to(out.dtype.element_ty), mask=o < n)

@@ -6,19 +6,19 @@ The axes that stay count the rows of a tile, those that go its columns. A tile's
 import triton
 import triton.language as tl
 
-from mytorch.backends.gpu.kernels_tile import program_number, store_as, strided_offsets
+from mytorch.backends.gpu.kernels_tile import number, program_number, quotient, store_as, strided_offsets
 
 
 @triton.jit
 def mytorch_reduce_kernel(
-    x, out, kept_sizes, kept_strides, sizes, strides, n_kept, n, chunk, n_tiles,
-    LARGEST: tl.constexpr, START: tl.constexpr, ACC: tl.constexpr, AS_BOOL: tl.constexpr, KEPT_NDIM: tl.constexpr, NDIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    x, out, kept_sizes, kept_strides, sizes, strides, n_kept, n, chunk, n_tiles, divisor: tl.float64,
+    LARGEST: tl.constexpr, START: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr, AS_BOOL: tl.constexpr, KEPT_NDIM: tl.constexpr,
+    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M results x parts of `chunk` elements of each.
     # Owns: one part of BLOCK_M results.
     # Loops over: the part's elements, BLOCK_N at a time; each column of the tile keeps its own result until the end.
-    # Writes: its part of its results, out [parts, results].
+    # Writes: its part of its results, out [parts, results]; of a MEAN, divided.
     i = program_number(WIDE)
     i_part = i // n_tiles
     o_m = i % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -42,4 +42,6 @@ def mytorch_reduce_kernel(
         found = tl.max(acc, 1) + tl.sum(tl.where(acc != acc, acc, tl.zeros_like(acc)), 1)
     else:
         found = tl.sum(acc, 1)
+    if MEAN:
+        found = quotient(found, number(divisor, ACC))
     store_as(out + i_part.to(tl.int64) * n_kept + o_m, found, m_m, AS_BOOL)

@@ -20,6 +20,18 @@ def number(value, ACC: tl.constexpr):
 
 
 @triton.jit
+def quotient(x, y):
+    """Rounded correctly; of integers, the quotient's whole part."""
+    if x.dtype == tl.float32:
+        ratio = tl.div_rn(x, y)
+    elif x.dtype == tl.float64:
+        ratio = x / y
+    else:
+        ratio = x.to(tl.float64) / y.to(tl.float64)
+    return ratio
+
+
+@triton.jit
 def strided_offsets(o, sizes, strides, NDIM: tl.constexpr):
     """Where elements `o`, counted in C order, of an array of NDIM axes lie in its memory, in 64 bits."""
     rest = o

@@ -1,8 +1,12 @@
-"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and axes that are one in memory."""
+"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and axes that are one in memory.
+
+What a launch needs beside its arrays follows from their types, shapes and strides. A function marked `planned` finds it once for each of those:
+a training loop has the same ones in every step, and finding them takes longer than launching.
+"""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +14,7 @@ import triton.language as tl
 
 from mytorch.backends.base import Shape
 from mytorch.dtypes import DType
+from tilewise.ops._host.launching import Repeated
 from tilewise.ops._host.template import empty
 
 Array = torch.Tensor
@@ -33,22 +38,57 @@ ENOUGH_PROGRAMS = 256
 # Elements a program where each is computed by itself.
 BLOCK, BLOCK_WARPS = 2048, 8
 
+# Marks a pure function of metadata.
+planned = functools.lru_cache(maxsize=1024)
+
+
+class Plan(NamedTuple):
+    """A launch, and what it writes: of which shape and type."""
+
+    launch: Repeated
+    shape: Shape
+    dtype: torch.dtype
+
+
+def plan_launch(kernel: Any, grid: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype) -> Plan:
+    """Of a kernel, with arguments that are the same each time: all but arrays, and numbers that change from call to call."""
+    return Plan(Repeated(kernel, grid, {**fixed, "enable_fp_fusion": True}), shape, dtype)
+
+
+def plan_elements(kernel: Any, shape: Shape, dtype: torch.dtype, **fixed: Any) -> Plan:
+    """For a kernel that has a block of the elements it writes a program."""
+    n = math.prod(shape)
+    fixed |= {"n": n, "BLOCK": BLOCK, "WIDE": n >= 2**31 - BLOCK, "num_warps": BLOCK_WARPS}
+    return plan_launch(kernel, blocks(n, BLOCK), fixed, tuple(shape), dtype)
+
+
+# Of a kernel that is told the shape alone.
+plan_whole = planned(plan_elements)
+
 
 class Launcher:
     """The base of the backend's parts."""
 
     device: torch.device
 
-    def _launch(self, kernel: Any, grid: int, **arguments: Any) -> None:
-        """Run a kernel in as many programs; with none, nothing."""
+    def _launch(self, plan: Plan, **arrays: Any) -> None:
+        """Run a kernel on arrays, and on numbers that change from call to call; without programs, nothing."""
         raise NotImplementedError
 
-    def _launch_by_elements(self, kernel: Any, n: int, /, **arguments: Any) -> None:
-        """Run a kernel that has a block of n elements a program."""
-        grid = blocks(n, BLOCK)
-        self._launch(kernel, grid, n=n, BLOCK=BLOCK, WIDE=n >= 2**31 - BLOCK, num_warps=BLOCK_WARPS, **arguments)
+    def _result(self, plan: Plan, **arrays: Any) -> Array:
+        """What a kernel writes into new memory."""
+        out = empty(plan.shape, plan.dtype, self.device)
+        self._launch(plan, out=readable(out), **arrays)
+        return out
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+    def _results(self, plans: tuple[Plan, ...], **arrays: Any) -> Array:
+        """What the last of several kernels writes: the first reads arrays, each of the others what the one before it wrote."""
+        x = self._result(plans[0], **arrays)
+        for plan in plans[1:]:
+            x = self._result(plan, x=x)
+        return x
+
+    def _empty(self, shape: Shape, dtype: torch.dtype) -> Array:
         """New memory in C order."""
         return empty(tuple(shape), dtype, self.device)
 
@@ -71,7 +111,6 @@ def blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
-@functools.lru_cache(maxsize=4096)
 def collapsed(shape: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
     """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every array made one."""
     sizes: list[int] = []

@@ -1,16 +1,17 @@
 """Matrix products: tiles by type and size, leading axes folded into rows where one matrix serves all."""
 
-import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from mytorch.backends.gpu.elementwise import broadcast
+from mytorch.backends.base import Shape
+from mytorch.backends.gpu.elementwise import expanded
 from mytorch.backends.gpu.kernels_matmul import mytorch_matmul_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, blocks, collapsed, wide
+from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, Plan, blocks, collapsed, planned
 from mytorch.backends.gpu.memory import Memory
-from mytorch.backends.gpu.reduce import Reduce
+from mytorch.backends.gpu.reduce import Reduce, plan_parts
 
 # How matrix units multiply a type; those they do not take are multiplied element by element.
 PRECISIONS = {torch.float16: "ieee", torch.float32: "tf32x3"}
@@ -37,7 +38,6 @@ TILES = {
 LEAST_STEPS = 8
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_tile(dtype: torch.dtype, batch: int, m: int, n: int) -> Tile:
     """The large tile where it leaves no processor idle."""
     large, small = TILES[dtype]
@@ -52,59 +52,56 @@ def divide(programs: int, length: int, step: int) -> tuple[int, int]:
     return max(1, blocks(length, max(1, chunk))), chunk
 
 
+@planned
+def plan_product(dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape, whole: bool) -> tuple[Plan, ...]:
+    """For a product of two arrays; unless it must be whole, its sums may be divided into parts."""
+    leading = np.broadcast_shapes(x_shape[:-2], y_shape[:-2])
+    (m, k), n = x_shape[-2:], y_shape[-1]
+    batch = math.prod(leading)
+    steps = expanded(x_shape[:-2], x_strides[:-2], leading), expanded(y_shape[:-2], y_strides[:-2], leading)
+    batch_sizes, (x_batch, y_batch) = collapsed(leading, *steps)
+    tile = choose_tile(dtype, batch, m, n)
+    tiles_m, tiles_n = blocks(m, tile.m), blocks(n, tile.n)
+    programs = batch * tiles_m * tiles_n
+    parts, chunk = (1, k) if whole else divide(programs, k, tile.k)
+    fixed = {
+        "batch_sizes": batch_sizes,
+        "x_batch": x_batch,
+        "y_batch": y_batch,
+        "x_strides": x_strides[-2:],
+        "y_strides": y_strides[-2:],
+        "n_batch": batch,
+        "M": m,
+        "N": n,
+        "K": k,
+        "chunk": chunk,
+        "tiles_m": tiles_m,
+        "tiles_n": tiles_n,
+        "NDIM": len(batch_sizes),
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "ACC": ACCUMULATORS[dtype],
+        "PRECISION": PRECISIONS.get(dtype),
+        "DIVIDED": parts > 1,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    return plan_parts(mytorch_matmul_kernel, programs, fixed, (*leading, m, n), dtype, parts)
+
+
 class Matrix(Reduce, Memory):
     """The protocol's matrix products."""
 
     def matmul(self, x: Array, y: Array) -> Array:
-        leading = broadcast(tuple(x.shape[:-2]), tuple(y.shape[:-2]))
-        shape = (*leading, x.shape[-2], y.shape[-1])
         if y.dim() == 2 and x.dim() > 2 and x.is_contiguous() and x.numel():
-            x = x.view(-1, x.shape[-1])
-        out = self._product(x, y, None)
-        return out.view(shape)
+            return self._product(x.view(-1, x.shape[-1]), y, None).view(*x.shape[:-1], y.shape[-1])
+        return self._product(x, y, None)
 
     def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        return self._product(x, weight, bias if bias is None else self._contiguous(bias))
+        return self._product(x, weight, bias if bias is None else self.contiguous(bias))
 
     def _product(self, x: Array, y: Array, bias: Array | None) -> Array:
         """`[batch, M, N]`, or `[M, N]` where there is no batch."""
-        leading = broadcast(tuple(x.shape[:-2]), tuple(y.shape[:-2]))
-        m, k, n = x.shape[-2], x.shape[-1], y.shape[-1]
-        batch = math.prod(leading)
-        sides = x.expand(*leading, m, k), y.expand(*leading, k, n)
-        batch_sizes, (x_batch, y_batch) = collapsed(leading, *(side.stride()[:-2] for side in sides))
-        tile = choose_tile(x.dtype, batch, m, n)
-        tiles_m, tiles_n = blocks(m, tile.m), blocks(n, tile.n)
-        programs = batch * tiles_m * tiles_n
-        parts, chunk = (1, k) if bias is not None else divide(programs, k, tile.k)
-        out = self._empty((*leading, m, n), x.dtype) if parts == 1 else self._empty((parts, *leading, m, n), wide(x.dtype))
-        self._launch(
-            mytorch_matmul_kernel,
-            programs * parts,
-            x=x,
-            y=y,
-            bias=bias,
-            out=out,
-            batch_sizes=batch_sizes,
-            x_batch=x_batch,
-            y_batch=y_batch,
-            x_strides=x.stride()[-2:],
-            y_strides=y.stride()[-2:],
-            n_batch=batch,
-            M=m,
-            N=n,
-            K=k,
-            chunk=chunk,
-            tiles_m=tiles_m,
-            tiles_n=tiles_n,
-            NDIM=len(batch_sizes),
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            ACC=ACCUMULATORS[x.dtype],
-            PRECISION=PRECISIONS.get(x.dtype),
-            DIVIDED=parts > 1,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        return out if parts == 1 else self._sum_parts(out, x.dtype)
+        plans = plan_product(x.dtype, x.shape, y.shape, x.stride(), y.stride(), bias is not None)
+        return self._results(plans, x=x, y=y, bias=bias)

@@ -7,11 +7,19 @@ import torch
 
 from mytorch.backends.base import Key, Shape
 from mytorch.backends.gpu.kernels_elementwise import mytorch_copy_kernel, mytorch_fill_kernel
-from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, Launcher, collapsed, readable
+from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, Launcher, Plan, collapsed, plan_elements, plan_whole, planned, readable
 from mytorch.dtypes import DType
 
 # Integers as wide as a type, by its size in bytes.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@planned
+def plan_copy(dtype: torch.dtype, shape: Shape, source: Shape, strides: Shape) -> Plan:
+    """From memory of some strides to memory of others, which has a type."""
+    sizes, (x_strides, out_strides) = collapsed(shape, source, strides)
+    named = {"NDIM": len(sizes), "AS_BOOL": dtype == torch.bool}
+    return plan_elements(mytorch_copy_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, out_strides=out_strides, **named)
 
 
 class Memory(Launcher):
@@ -25,13 +33,10 @@ class Memory(Launcher):
 
     def full(self, shape: Shape, value: float, dtype: DType) -> Array:
         out = self._empty(shape, TORCH_TYPES[dtype])
-        self._fill(out, value, dtype)
+        # Every type is filled exactly where its bits are taken for an integer.
+        integer, bits = INTEGERS[dtype.itemsize], int(np.array(value, dtype).view(f"i{dtype.itemsize}"))
+        self._launch(plan_whole(mytorch_fill_kernel, tuple(shape), integer), out=out.view(integer), bits=bits)
         return out
-
-    def _fill(self, out: Array, value: float, dtype: DType) -> None:
-        """Write a value into memory in C order."""
-        bits = int(np.array(value, dtype).view(f"i{dtype.itemsize}"))
-        self._launch_by_elements(mytorch_fill_kernel, out.numel(), out=out.view(INTEGERS[dtype.itemsize]), bits=bits)
 
     def copy(self, x: Array) -> Array:
         out = self._empty(x.shape, x.dtype)
@@ -46,21 +51,9 @@ class Memory(Launcher):
         return out
 
     def copy_(self, x: Array, source: Array) -> None:
-        sizes, (source_strides, strides) = collapsed(tuple(x.shape), source.stride(), x.stride())
-        self._launch_by_elements(
-            mytorch_copy_kernel,
-            x.numel(),
-            x=readable(source),
-            out=readable(x),
-            sizes=sizes,
-            x_strides=source_strides,
-            out_strides=strides,
-            NDIM=len(sizes),
-            AS_BOOL=x.dtype == torch.bool,
-        )
+        self._launch(plan_copy(x.dtype, x.shape, source.stride(), x.stride()), x=readable(source), out=readable(x))
 
-    def _contiguous(self, x: Array) -> Array:
-        """x in C order: itself where it is, else a copy."""
+    def contiguous(self, x: Array) -> Array:
         return x if x.is_contiguous() else self.copy(x)
 
     def data_ptr(self, x: Array) -> int:
@@ -70,6 +63,8 @@ class Memory(Launcher):
         return x.stride()
 
     def reshape(self, x: Array, shape: Shape) -> Array:
+        if x.shape == shape:
+            return x
         try:
             return x.view(shape)
         except RuntimeError:

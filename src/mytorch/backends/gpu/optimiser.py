@@ -2,17 +2,27 @@
 
 from typing import Any
 
+import torch
+
+from mytorch.backends.base import Shape
 from mytorch.backends.gpu.kernels_optimiser import mytorch_adam_kernel, mytorch_sgd_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, Array
+from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, Plan, plan_elements, planned
 from mytorch.backends.gpu.memory import Memory
+
+KERNELS = {"sgd": mytorch_sgd_kernel, "adam": mytorch_adam_kernel}
+
+
+@planned
+def plan_step(name: str, shape: Shape, dtype: torch.dtype) -> Plan:
+    """For an optimiser's step on a parameter."""
+    return plan_elements(KERNELS[name], shape, dtype, ACC=ACCUMULATORS[dtype])
 
 
 class Optimiser(Memory):
     """The protocol's optimisers."""
 
     def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
-        changed = {"x": x, "velocity": velocity}
-        self._step(mytorch_sgd_kernel, changed, grad, lr=float(lr), momentum=float(momentum), weight_decay=float(weight_decay))
+        self._step("sgd", {"x": x, "velocity": velocity}, grad, lr=float(lr), momentum=float(momentum), weight_decay=float(weight_decay))
 
     def adam_(
         self,
@@ -28,7 +38,7 @@ class Optimiser(Memory):
         decoupled: bool,
     ) -> None:
         self._step(
-            mytorch_adam_kernel,
+            "adam",
             {"x": x, "first": first, "second": second},
             grad,
             rate=lr / (1 - betas[0] ** step),
@@ -40,11 +50,9 @@ class Optimiser(Memory):
             weight_decay=0.0 if decoupled else float(weight_decay),
         )
 
-    def _step(self, kernel: Any, changed: dict[str, Array | None], grad: Array, **numbers: float) -> None:
+    def _step(self, name: str, changed: dict[str, Any], grad: Array, **numbers: float) -> None:
         """Launch a kernel on memory in C order; what is not so is copied, and the result copied back."""
-        ordered = {name: x if x is None else self._contiguous(x) for name, x in changed.items()}
-        self._launch_by_elements(kernel, grad.numel(), grad=self._contiguous(grad), ACC=ACCUMULATORS[grad.dtype], **ordered, **numbers)
-        for name, x in changed.items():
-            found = ordered[name]
-            if x is not None and found is not None and found is not x:
-                self.copy_(x, found)
+        copies = {where: self.copy(x) for where, x in changed.items() if x is not None and not x.is_contiguous()}
+        self._launch(plan_step(name, grad.shape, grad.dtype), grad=self.contiguous(grad), **(changed | copies), **numbers)
+        for where, found in copies.items():
+            self.copy_(changed[where], found)

@@ -1,13 +1,25 @@
 """Sums and the largest over axes: the shape of tiles, and two passes where one would leave most of the card idle."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mytorch.backends.base import Shape
 from mytorch.backends.gpu.kernels_reduce import mytorch_reduce_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, Launcher, blocks, collapsed, readable, wide
+from mytorch.backends.gpu.launcher import (
+    ACCUMULATORS,
+    ENOUGH_PROGRAMS,
+    Array,
+    Launcher,
+    Plan,
+    blocks,
+    collapsed,
+    plan_launch,
+    planned,
+    readable,
+    wide,
+)
 from tilewise.ops._host.launching import power_of_2
 
 TILE = 2048
@@ -38,11 +50,69 @@ def choose_tiles(n_kept: int, n: int, along_rows: bool) -> Tiles:
     return Tiles(block_m, block_n, max(1, blocks(steps, max(1, parts))) * block_n)
 
 
+@planned
+def plan_reduction(
+    shape: Shape, strides: Shape, axes: Shape, keepdims: bool, dtype: torch.dtype, result: torch.dtype, lowest: float | None, divisor: float | None
+) -> tuple[Plan, ...]:
+    """For `_reduce`, of an array of a type into a result of another: one launch after the other."""
+    kept = [i for i in range(len(shape)) if i not in axes]
+    kept_sizes, (kept_strides,) = collapsed(tuple(shape[i] for i in kept), tuple(strides[i] for i in kept))
+    gone = sorted(axes)
+    sizes, (steps,) = collapsed(tuple(shape[i] for i in gone), tuple(strides[i] for i in gone))
+    n_kept, n = math.prod(kept_sizes), math.prod(sizes)
+    tiles = choose_tiles(n_kept, n, n_kept == 1 or (n > 1 and steps[-1] <= kept_strides[-1]))
+    parts, n_tiles = max(1, blocks(n, tiles.chunk)), blocks(n_kept, tiles.block_m)
+    out = tuple(1 if i in axes else length for i, length in enumerate(shape) if keepdims or i not in axes)
+    into = result if parts == 1 else wide(dtype)
+    fixed = {
+        "kept_sizes": kept_sizes,
+        "kept_strides": kept_strides,
+        "sizes": sizes,
+        "strides": steps,
+        "n_kept": n_kept,
+        "n": n,
+        "chunk": tiles.chunk,
+        "n_tiles": n_tiles,
+        "divisor": 1.0 if divisor is None else float(divisor),
+        "LARGEST": lowest is not None,
+        "START": 0 if lowest is None else lowest,
+        # Parts are divided when they have been added up.
+        "MEAN": divisor is not None and parts == 1,
+        "ACC": ACCUMULATORS[dtype],
+        "AS_BOOL": into == torch.bool,
+        "KEPT_NDIM": len(kept_sizes),
+        "NDIM": len(sizes),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        # Numbers up to a part beyond the last element are computed.
+        "WIDE": math.prod(shape) >= 2**31 - TILE - tiles.chunk,
+        "num_warps": 4,
+    }
+    if parts == 1:
+        return (plan_launch(mytorch_reduce_kernel, n_tiles, fixed, out, result),)
+    return joined(plan_launch(mytorch_reduce_kernel, n_tiles * parts, fixed, (parts, *out), into), result, lowest, divisor)
+
+
+def joined(first: Plan, dtype: torch.dtype, lowest: float | None = None, divisor: float | None = None) -> tuple[Plan, ...]:
+    """A launch that writes parts of a result along the first axis, and those that make the result, in a type, of them."""
+    shape = first.shape[1:]
+    n = math.prod(shape)
+    *others, last = plan_reduction((first.shape[0], n), (n, 1), (0,), False, first.dtype, dtype, lowest, divisor)
+    return first, *others, last._replace(shape=shape)
+
+
+def plan_parts(kernel: Any, programs: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype, parts: int) -> tuple[Plan, ...]:
+    """For a kernel whose sums are divided into parts, with so many programs a part, and a result of a shape and type."""
+    if parts == 1:
+        return (plan_launch(kernel, programs, fixed, tuple(shape), dtype),)
+    return joined(plan_launch(kernel, programs * parts, fixed, (parts, *shape), wide(dtype)), dtype)
+
+
 class Reduce(Launcher):
     """The protocol's reductions."""
 
-    def sum(self, x: Array, axes: Shape, keepdims: bool) -> Array:
-        return self._reduce(x, axes, keepdims, x.dtype, None)
+    def sum(self, x: Array, axes: Shape, keepdims: bool, divisor: float | None = None) -> Array:
+        return self._reduce(x, axes, keepdims, x.dtype, None, divisor)
 
     def max(self, x: Array, axes: Shape, keepdims: bool) -> Array:
         return self._reduce(x, axes, keepdims, x.dtype, LOWEST[x.dtype])
@@ -51,46 +121,6 @@ class Reduce(Launcher):
         """Results, in a type, from parts of them along the first axis, added in a fixed order."""
         return self._reduce(parts, (0,), False, dtype, None)
 
-    def _reduce(self, x: Array, axes: Shape, keepdims: bool, dtype: torch.dtype, lowest: float | None) -> Array:
-        """The largest where a lowest value is given, else the sum."""
-        kept = [i for i in range(x.dim()) if i not in axes]
-        out = self._empty([1 if i in axes else n for i, n in enumerate(x.shape)] if keepdims else [x.shape[i] for i in kept], dtype)
-        self._reduce_into(out, x.permute((*kept, *sorted(axes))), len(kept), lowest)
-        return out
-
-    def _reduce_into(self, out: Array, x: Array, n_axes: int, lowest: float | None) -> None:
-        """Reduce all axes of x but the first n_axes, in as many passes as it takes."""
-        kept_sizes, (kept_strides,) = collapsed(tuple(x.shape[:n_axes]), x.stride()[:n_axes])
-        sizes, (strides,) = collapsed(tuple(x.shape[n_axes:]), x.stride()[n_axes:])
-        n_kept, n = math.prod(kept_sizes), math.prod(sizes)
-        tiles = choose_tiles(n_kept, n, n_kept == 1 or (n > 1 and strides[-1] <= kept_strides[-1]))
-        parts = max(1, blocks(n, tiles.chunk))
-        into = out if parts == 1 else self._empty((parts, n_kept), wide(x.dtype))
-        n_tiles = blocks(n_kept, tiles.block_m)
-        self._launch(
-            mytorch_reduce_kernel,
-            n_tiles * parts,
-            x=readable(x),
-            out=readable(into),
-            kept_sizes=kept_sizes,
-            kept_strides=kept_strides,
-            sizes=sizes,
-            strides=strides,
-            n_kept=n_kept,
-            n=n,
-            chunk=tiles.chunk,
-            n_tiles=n_tiles,
-            LARGEST=lowest is not None,
-            START=0 if lowest is None else lowest,
-            ACC=ACCUMULATORS[x.dtype],
-            AS_BOOL=into.dtype == torch.bool,
-            KEPT_NDIM=len(kept_sizes),
-            NDIM=len(sizes),
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            # Numbers up to a part beyond the last element are computed.
-            WIDE=x.numel() >= 2**31 - TILE - tiles.chunk,
-            num_warps=4,
-        )
-        if parts > 1:
-            self._reduce_into(out, into.T, 1, lowest)
+    def _reduce(self, x: Array, axes: Shape, keepdims: bool, dtype: torch.dtype, lowest: float | None, divisor: float | None = None) -> Array:
+        """The largest where a lowest value is given, else the sum, divided; in as many passes as it takes."""
+        return self._results(plan_reduction(x.shape, x.stride(), axes, keepdims, x.dtype, dtype, lowest, divisor), x=readable(x))
