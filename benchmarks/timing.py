@@ -43,7 +43,12 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         step()
-    return graph.replay
+
+    def replay(_kept: object = step) -> None:
+        # The graph reads the step's tensors, and does not keep them.
+        graph.replay()
+
+    return replay
 
 
 def environment(command: str) -> dict[str, str]:
