@@ -1,4 +1,6 @@
-"""One training step of a small CNN, in mytorch and in torch, from the same weights on the same images: what the benchmarks of mytorch time."""
+"""One training step of a small CNN, in mytorch and in torch, from the same weights on the same images: what the
+benchmarks of mytorch time.
+"""
 
 from collections.abc import Callable
 
@@ -57,7 +59,9 @@ def mytorch_step(device: Device) -> Callable[[], Tensor]:
 def torch_step(device: str) -> Callable[[], torch.Tensor]:
     """The same in torch, with its own modules and optimiser."""
     nn = torch.nn
-    convolutions = [nn.Conv2d(shape[1], shape[0], shape[2:], padding=p) for shape, p in zip(WEIGHTS[:2], PADDINGS, strict=True)]
+    convolutions = [
+        nn.Conv2d(shape[1], shape[0], shape[2:], padding=p) for shape, p in zip(WEIGHTS[:2], PADDINGS, strict=True)
+    ]
     linear = [nn.Linear(*shape) for shape in WEIGHTS[2:]]
     blocks = [layer for convolution in convolutions for layer in (convolution, nn.ReLU(), nn.MaxPool2d(2))]
     net = nn.Sequential(*blocks, nn.Flatten(), linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2]).to(device)

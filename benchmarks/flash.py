@@ -1,4 +1,5 @@
-"""Times flash attention, forward and backward, beside what a user would pick instead (cuDNN and FlashAttention-2 through torch), in one run.
+"""Times flash attention, forward and backward, beside what a user would pick instead (cuDNN and FlashAttention-2
+through torch), in one run.
 
 python benchmarks/flash.py --json benchmarks/results/flash-h200.json
 """
@@ -18,10 +19,12 @@ import tilewise
 
 # (batch, tokens, heads, channels)
 SHAPES = (
-    (8, 2048, 16, 128), (1, 16384, 16, 128), (8, 2048, 32, 64), (1, 16384, 32, 64), (4, 4096, 48, 32), (4, 4096, 16, 192), (4, 4096, 8, 256),
+    (8, 2048, 16, 128), (1, 16384, 16, 128), (8, 2048, 32, 64), (1, 16384, 32, 64), (4, 4096, 48, 32), (4, 4096, 16,
+    192), (4, 4096, 8, 256),
 )  # fmt: skip
 BASELINES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-# Ours, as called by default, and with dq summed in any order, which matters to the backward of Hopper's own kernels alone.
+# Ours, as called by default, and with dq summed in any order, which matters to the backward of Hopper's own kernels
+# alone.
 OURS, FREE = "tilewise", "tilewise free"
 ROUNDS = 5
 
@@ -63,7 +66,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
             if name != FREE:
                 calls["forward"][name] = lambda attend=attend, q=q, k=k, v=v: attend(q, k, v)
             torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-            calls["backward"][name] = lambda o=o, q=q, k=k, v=v, do=do: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+            calls["backward"][name] = lambda o=o, q=q, k=k, v=v, do=do: torch.autograd.grad(
+                o, (q, k, v), do, retain_graph=True
+            )
         except RuntimeError as error:
             # cuDNN through torch does not take every width.
             if name not in BASELINES or isinstance(error, torch.OutOfMemoryError):
@@ -74,7 +79,14 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
             for name, function in functions.items():
                 times[name].append(triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median"))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        row: dict[str, object] = {"batch": batch, "tokens": tokens, "heads": heads, "channels": channels, "causal": causal, "direction": direction}
+        row: dict[str, object] = {
+            "batch": batch,
+            "tokens": tokens,
+            "heads": heads,
+            "channels": channels,
+            "causal": causal,
+            "direction": direction,
+        }
         work = operations(*shape, causal, direction)
         row["milliseconds"] = {name: round(value, 4) for name, value in medians.items()}
         row["tflops"] = {name: round(work / value / 1e9, 1) for name, value in medians.items()}
@@ -86,7 +98,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
 
 
 def launch_overhead() -> dict[str, float]:
-    """Microseconds of Python for one small forward call, the GPU left behind: inference, and with a graph for the backward."""
+    """Microseconds of Python for one small forward call, the GPU left behind: inference, and with a graph for the
+    backward.
+    """
     q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
 
     def microseconds(function: Callable[[], object]) -> float:
@@ -111,19 +125,34 @@ def main() -> None:
     """Print a table, and save it as JSON on request."""
     path = where_to_save(__doc__)
     rows = []
-    print(f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2; free order")
+    print(
+        f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2;"
+        " free order"
+    )
     for shape in SHAPES:
         for causal in (False, True):
             for row in measure(shape, causal):
                 rows.append(row)
                 speed = row["tflops"]
                 name = "B{} T{} H{} D{}".format(*shape)
-                ratios = "; ".join(", ".join(f"{row[key].get(name, nan):.2f}" for name in BASELINES) for key in ("ratio", "ratio_free") if key in row)
+                ratios = "; ".join(
+                    ", ".join(f"{row[key].get(name, nan):.2f}" for name in BASELINES)
+                    for key in ("ratio", "ratio_free")
+                    if key in row
+                )
                 figures = f"{speed[OURS]:>9} {speed.get('cudnn', nan):>7} {speed.get('fa2', nan):>7}   {ratios}"
                 print(f"{name:<24} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
     overhead = launch_overhead()
-    print(f"launch overhead of one small forward: {overhead['inference']} µs in inference, {overhead['training']} µs in training")
-    result = {"environment": environment("python benchmarks/flash.py"), "unit": "TFLOP/s, bf16", "launch_overhead_us": overhead, "rows": rows}
+    print(
+        f"launch overhead of one small forward: {overhead['inference']} µs in inference, {overhead['training']} µs in"
+        " training"
+    )
+    result = {
+        "environment": environment("python benchmarks/flash.py"),
+        "unit": "TFLOP/s, bf16",
+        "launch_overhead_us": overhead,
+        "rows": rows,
+    }
     save(result, path)
 
 

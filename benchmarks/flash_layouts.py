@@ -1,4 +1,5 @@
-"""Times flash attention over packed sequences of unequal lengths beside equal ones, and with shared key heads beside one for each query head.
+"""Times flash attention over packed sequences of unequal lengths beside equal ones, and with shared key heads beside
+one for each query head.
 
 The latter over packed sequences of equal lengths, and over the batches of benchmarks/flash.py.
 
@@ -29,14 +30,26 @@ def lengths(seed: int = 0) -> list[int]:
 
 def operations(of: list[int], heads: int, channels: int, causal: bool, direction: str) -> float:
     """4 · H · D · T² of each sequence forward, half of it if causal; 2.5 times that backward."""
-    return 4 * heads * channels * sum(length**2 for length in of) * (0.5 if causal else 1.0) * (1.0 if direction == "forward" else 2.5)
+    return (
+        4
+        * heads
+        * channels
+        * sum(length**2 for length in of)
+        * (0.5 if causal else 1.0)
+        * (1.0 if direction == "forward" else 2.5)
+    )
 
 
-def calls(of: list[int], heads: int, heads_k: int, channels: int, causal: bool, packed: bool) -> dict[str, Callable[[], object]]:
+def calls(
+    of: list[int], heads: int, heads_k: int, channels: int, causal: bool, packed: bool
+) -> dict[str, Callable[[], object]]:
     """Forward and backward over sequences, packed or a batch of equal ones."""
     offsets = torch.tensor([0, *of], device="cuda").cumsum(0).to(torch.int32) if packed else None
     lead = (sum(of),) if packed else (len(of), of[0])
-    q, k, v = (torch.randn(*lead, count, channels, device="cuda", dtype=torch.bfloat16, requires_grad=True) for count in (heads, heads_k, heads_k))
+    q, k, v = (
+        torch.randn(*lead, count, channels, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, heads_k, heads_k)
+    )
 
     def attend() -> torch.Tensor:
         return tilewise.flash_attention(q, k, v, causal=causal, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
@@ -46,15 +59,32 @@ def calls(of: list[int], heads: int, heads_k: int, channels: int, causal: bool, 
     return {"forward": attend, "backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}
 
 
-def measure(equal: list[int], unequal: list[int] | None, heads: int, channels: int, causal: bool) -> list[dict[str, object]]:
-    """Rates of equal lengths, without and with GROUP query heads a key head, taken in turns; packed beside unequal ones where there are any."""
-    kinds = {"equal": (equal, heads), "groups": (equal, heads // GROUP)} | ({} if unequal is None else {"unequal": (unequal, heads)})
-    made = {name: calls(of, heads, heads_k, channels, causal, unequal is not None) for name, (of, heads_k) in kinds.items()}
+def measure(
+    equal: list[int], unequal: list[int] | None, heads: int, channels: int, causal: bool
+) -> list[dict[str, object]]:
+    """Rates of equal lengths, without and with GROUP query heads a key head, taken in turns; packed beside unequal ones
+    where there are any.
+    """
+    kinds = {"equal": (equal, heads), "groups": (equal, heads // GROUP)} | (
+        {} if unequal is None else {"unequal": (unequal, heads)}
+    )
+    made = {
+        name: calls(of, heads, heads_k, channels, causal, unequal is not None) for name, (of, heads_k) in kinds.items()
+    }
     rows = []
     for direction in ("forward", "backward"):
         times = milliseconds({name: both[direction] for name, both in made.items()})
-        rates = {name: operations(kinds[name][0], heads, channels, causal, direction) / time / 1e9 for name, time in times.items()}
-        row: dict[str, object] = {"sequences": len(equal), "tokens": equal[0], "packed": unequal is not None, "heads": heads, "channels": channels}
+        rates = {
+            name: operations(kinds[name][0], heads, channels, causal, direction) / time / 1e9
+            for name, time in times.items()
+        }
+        row: dict[str, object] = {
+            "sequences": len(equal),
+            "tokens": equal[0],
+            "packed": unequal is not None,
+            "heads": heads,
+            "channels": channels,
+        }
         row |= {"causal": causal, "direction": direction, "milliseconds": times}
         row["tflops"] = {name: round(rate, 1) for name, rate in rates.items()}
         row["of_equal"] = {name: round(rates[name] / rates["equal"], 3) for name in kinds if name != "equal"}
@@ -67,15 +97,26 @@ def main() -> None:
     path = where_to_save(__doc__)
     rows = []
     unequal = lengths()
-    layouts = [([sum(unequal) // SEQUENCES] * SEQUENCES, unequal), *(([tokens] * batch, None) for batch, tokens in BATCHES)]
-    print(f"{'shape':<26} {'causal':<6} {'direction':<9} {'equal':>7} TFLOP/s; of that rate: {GROUP} query heads a key head, packed unequal lengths")
+    layouts = [
+        ([sum(unequal) // SEQUENCES] * SEQUENCES, unequal),
+        *(([tokens] * batch, None) for batch, tokens in BATCHES),
+    ]
+    print(
+        f"{'shape':<26} {'causal':<6} {'direction':<9} {'equal':>7} TFLOP/s; of that rate: {GROUP} query heads a key"
+        " head, packed unequal lengths"
+    )
     for (of, others), (heads, channels), causal in itertools.product(layouts, WIDTHS, (False, True)):
         for row in measure(of, others, heads, channels, causal):
             rows.append(row)
             name = f"{'packed ' if others else ''}B{len(of)} T{of[0]} H{heads} D{channels}"
             shares = ", ".join(f"{share:.2f}" for share in row["of_equal"].values())
             print(f"{name:<26} {causal!s:<6} {row['direction']:<9} {row['tflops']['equal']:>7}   {shares}", flush=True)
-    result = {"environment": environment("python benchmarks/flash_layouts.py"), "unit": "TFLOP/s, bf16", "lengths": unequal, "rows": rows}
+    result = {
+        "environment": environment("python benchmarks/flash_layouts.py"),
+        "unit": "TFLOP/s, bf16",
+        "lengths": unequal,
+        "rows": rows,
+    }
     save(result, path)
 
 

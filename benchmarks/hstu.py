@@ -2,7 +2,8 @@
 
 python benchmarks/hstu.py --json benchmarks/results/hstu-h200.json
 
-Dense operations are counted on real work: H · Σ L² · (D + Dv) forward for sequences of lengths L under a causal mask, 2.5 times that backward.
+Dense operations are counted on real work: H · Σ L² · (D + Dv) forward for sequences of lengths L under a causal mask,
+2.5 times that backward.
 """
 
 import itertools
@@ -17,7 +18,12 @@ import tilewise
 
 # (batch, longest sequence, heads, channels of q and k, channels of v)
 Shape = tuple[int, int, int, int, int]
-DENSE: tuple[Shape, ...] = ((32, 1024, 8, 32, 64), (8, 4096, 8, 32, 64), (32, 2048, 4, 128, 128), (8, 8192, 4, 128, 128))
+DENSE: tuple[Shape, ...] = (
+    (32, 1024, 8, 32, 64),
+    (8, 4096, 8, 32, 64),
+    (32, 2048, 4, 128, 128),
+    (8, 8192, 4, 128, 128),
+)
 SPARSE: tuple[Shape, ...] = (
     (1, 64, 4, 16, 32),
     (2, 128, 8, 32, 64),
@@ -34,12 +40,16 @@ Calls = dict[str, Callable[[], object]]
 
 
 class Batch:
-    """Packed random tensors of one shape, bf16: full-length sequences, or lengths drawn evenly from 1 to the longest."""
+    """Packed random tensors of one shape, bf16: full-length sequences, or lengths drawn evenly from 1 to
+    the longest.
+    """
 
     def __init__(self, shape: Shape, jagged: bool) -> None:
         batch, longest, heads, channels, values = shape
         generator = torch.Generator().manual_seed(0)
-        self.lengths = torch.randint(1, longest + 1, (batch,), generator=generator).tolist() if jagged else [longest] * batch
+        self.lengths = (
+            torch.randint(1, longest + 1, (batch,), generator=generator).tolist() if jagged else [longest] * batch
+        )
         self.longest = longest
         self.offsets = torch.tensor([0, *itertools.accumulate(self.lengths)], device="cuda")
         torch.manual_seed(0)
@@ -48,8 +58,16 @@ class Batch:
         def draw(*last: int) -> torch.Tensor:
             return torch.randn(tokens, heads, *last, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
-        self.q, self.k, self.v, self.u, self.do = draw(channels), draw(channels), draw(values), draw(values), draw(values).detach()
-        self.gates = [torch.rand(tokens, heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        self.q, self.k, self.v, self.u, self.do = (
+            draw(channels),
+            draw(channels),
+            draw(values),
+            draw(values),
+            draw(values).detach(),
+        )
+        self.gates = [
+            torch.rand(tokens, heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+        ]
         self.operations = heads * sum(length * length for length in self.lengths) * (channels + values)
 
 
@@ -77,7 +95,9 @@ class Attention(NamedTuple):
 def dense(batch: Batch) -> Attention:
     """HSTU attention, causal."""
     leaves = [batch.q, batch.k, batch.v]
-    return Attention(lambda: tilewise.hstu_attention(*leaves, batch.offsets, max_seq_len=batch.longest), leaves, batch.do)
+    return Attention(
+        lambda: tilewise.hstu_attention(*leaves, batch.offsets, max_seq_len=batch.longest), leaves, batch.do
+    )
 
 
 def sparse(batch: Batch) -> Attention:
@@ -94,9 +114,14 @@ KINDS = {"dense": dense, "block-sparse": sparse}
 
 
 def in_torch(batch: Batch) -> Attention:
-    """What a user would write in torch for sequences of one length: two batched products with SiLU and the causal mask between them."""
+    """What a user would write in torch for sequences of one length: two batched products with SiLU and the causal mask
+    between them.
+    """
     count = len(batch.lengths)
-    q, k, v = (x.detach().unflatten(0, (count, -1)).transpose(1, 2).contiguous().requires_grad_() for x in (batch.q, batch.k, batch.v))
+    q, k, v = (
+        x.detach().unflatten(0, (count, -1)).transpose(1, 2).contiguous().requires_grad_()
+        for x in (batch.q, batch.k, batch.v)
+    )
     keep = torch.ones(batch.longest, batch.longest, dtype=torch.bool, device="cuda").tril()
 
     def attend() -> torch.Tensor:
@@ -107,9 +132,11 @@ def in_torch(batch: Batch) -> Attention:
 
 
 def in_graphs(shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
-    """Milliseconds as CUDA graphs, which leave the host out: forwards, steps, and backwards as the difference of the two.
+    """Milliseconds as CUDA graphs, which leave the host out: forwards, steps, and backwards as the difference of the
+    two.
 
-    Each with leaves of its own: autograd ties a leaf to the stream that it first met, and a graph is recorded on another.
+    Each with leaves of its own: autograd ties a leaf to the stream that it first met, and a graph is recorded on
+    another.
     """
     times = {}
     for kind in kinds:
@@ -122,13 +149,19 @@ def in_graphs(shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
 
 def rates(batch: Batch, times: dict[str, float]) -> dict[str, int]:
     """TFLOP/s of dense forwards and backwards."""
-    return {name: round(factor * batch.operations / times[f"dense {name}"] / 1e9) for name, factor in (("forward", 1.0), ("backward", 2.5))}
+    return {
+        name: round(factor * batch.operations / times[f"dense {name}"] / 1e9)
+        for name, factor in (("forward", 1.0), ("backward", 2.5))
+    }
 
 
 def dense_row(shape: Shape) -> dict[str, object]:
     """One shape, full-length beside torch, and jagged; as called, and as CUDA graphs."""
     full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
-    times = {"full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")), "jagged": milliseconds(dense(jagged).calls("dense"))}
+    times = {
+        "full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")),
+        "jagged": milliseconds(dense(jagged).calls("dense")),
+    }
     graphs = {"full": in_graphs(shape, False, "dense"), "jagged": in_graphs(shape, True, "dense")}
     return {
         "shape": shape,

@@ -1,8 +1,10 @@
-"""Times mytorch on the CPU beside torch with as many threads, in one run: a CNN's training step, start-up, attention and its memory.
+"""Times mytorch on the CPU beside torch with as many threads, in one run: a CNN's training step, start-up, attention
+and its memory.
 
 python benchmarks/mytorch_cpu.py --json benchmarks/results/mytorch-cpu.json
 
-The calls that are compared take turns, and medians are compared. "speed" is torch's time over mytorch's: above 1, mytorch is faster.
+The calls that are compared take turns, and medians are compared. "speed" is torch's time over mytorch's: above 1,
+mytorch is faster.
 """
 
 import json
@@ -72,26 +74,40 @@ def cnn(rounds: int) -> dict[str, Any]:
     if max(losses.values()) - min(losses.values()) > 1e-3:
         sys.exit(f"the three do not compute the same loss: {losses}")
     times = milliseconds(steps, rounds)
-    speeds = {"parallel to torch": times["torch"] / times["parallel"], "parallel to serial": times["serial"] / times["parallel"]}
+    speeds = {
+        "parallel to torch": times["torch"] / times["parallel"],
+        "parallel to serial": times["serial"] / times["parallel"],
+    }
     return {"milliseconds": times, "speed": {name: round(value, 2) for name, value in speeds.items()}}
 
 
 def start_up() -> dict[str, float]:
-    """Seconds from `import mytorch` to a first result and its gradient in fresh processes: the first with no compiled code, then with it."""
+    """Seconds from `import mytorch` to a first result and its gradient in fresh processes: the first with no compiled
+    code, then with it.
+    """
 
     def seconds(environment: dict[str, str]) -> float:
-        return float(subprocess.run([sys.executable, "-c", FIRST_RESULT], env=environment, check=True, capture_output=True, text=True).stdout)
+        return float(
+            subprocess.run(
+                [sys.executable, "-c", FIRST_RESULT], env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"NUMBA_CACHE_DIR": folder}
         cold = seconds(environment)
-        return {"seconds cold": round(cold, 2), "seconds warm": round(statistics.median(seconds(environment) for _ in range(5)), 2)}
+        return {
+            "seconds cold": round(cold, 2),
+            "seconds warm": round(statistics.median(seconds(environment) for _ in range(5)), 2),
+        }
 
 
 def attention_calls(causal: bool) -> Calls:
     """Forward, and backward with the forward it needs."""
     batch, heads, tokens, channels = ATTENTION
-    arrays = [np.random.default_rng(i).standard_normal((batch, tokens, heads, channels)).astype(np.float32) for i in range(4)]
+    arrays = [
+        np.random.default_rng(i).standard_normal((batch, tokens, heads, channels)).astype(np.float32) for i in range(4)
+    ]
     ours = [Tensor.create(x, requires_grad=i < 3) for i, x in enumerate(arrays)]
     theirs = [torch.tensor(x).transpose(1, 2).contiguous().requires_grad_(i < 3) for i, x in enumerate(arrays)]
 
@@ -121,7 +137,10 @@ def attention(rounds: int) -> dict[str, Any]:
         times = milliseconds(attention_calls(causal), rounds)
         for side in ("mytorch", "torch"):
             times[f"{side} backward"] = round(times[f"{side} both"] - times[f"{side} forward"], 3)
-        speeds = {direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2) for direction in ("forward", "backward", "both")}
+        speeds = {
+            direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2)
+            for direction in ("forward", "backward", "both")
+        }
         found[name] = {"milliseconds": times, "speed": speeds}
     return found
 
@@ -133,7 +152,9 @@ def peak() -> int:
 
 
 def growth(backend: str) -> int:
-    """MiB by which this process's memory peaked in attention's forward and backward beyond what it had, gradients and result included."""
+    """MiB by which this process's memory peaked in attention's forward and backward beyond what it had, gradients and
+    result included.
+    """
     mytorch.set_cpu_backend(backend)
     batch, heads, tokens, channels = ATTENTION
     small = Tensor.randn((batch, 64, heads, channels), requires_grad=True)
@@ -150,7 +171,11 @@ def memory() -> dict[str, int]:
     folder = Path(__file__).parent
 
     def measured(backend: str) -> int:
-        return int(subprocess.run([sys.executable, "-c", command, backend], cwd=folder, check=True, capture_output=True, text=True).stdout)
+        return int(
+            subprocess.run(
+                [sys.executable, "-c", command, backend], cwd=folder, check=True, capture_output=True, text=True
+            ).stdout
+        )
 
     return {name: measured(backend) for name, backend in (("tiled", "parallel"), ("plain formula", "serial"))}
 
@@ -164,7 +189,8 @@ def environment(threads: int, command: str) -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": threads,
         "threading": numba.threading_layer(),
-        "versions": {module.__name__: module.__version__ for module in (np, numba, torch)} | {"python": platform.python_version()},
+        "versions": {module.__name__: module.__version__ for module in (np, numba, torch)}
+        | {"python": platform.python_version()},
         "load": round(os.getloadavg()[0], 2),
         "command": command,
     }
@@ -186,9 +212,15 @@ def main(
     """Print the figures, and save them as JSON on request."""
     mytorch.set_num_threads(threads)
     torch.set_num_threads(threads)
-    result: dict[str, Any] = {"training step of a CNN": cnn(rounds), "start-up": start_up(), "attention": attention(max(3, rounds // 10))}
+    result: dict[str, Any] = {
+        "training step of a CNN": cnn(rounds),
+        "start-up": start_up(),
+        "attention": attention(max(3, rounds // 10)),
+    }
     result["attention's memory in MiB"] = memory()
-    result["environment"] = environment(threads, f"python benchmarks/mytorch_cpu.py --threads {threads} --rounds {rounds}")
+    result["environment"] = environment(
+        threads, f"python benchmarks/mytorch_cpu.py --threads {threads} --rounds {rounds}"
+    )
     table = Table("figure", "value", title="mytorch on the CPU")
     for line in rows(result):
         table.add_row(*line)

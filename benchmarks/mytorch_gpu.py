@@ -1,9 +1,11 @@
-"""Times mytorch on a GPU beside torch, in one run: a CNN's training step, and flash attention beside the same launcher under torch.
+"""Times mytorch on a GPU beside torch, in one run: a CNN's training step, and flash attention beside the same launcher
+under torch.
 
 python benchmarks/mytorch_gpu.py --json benchmarks/results/mytorch-h200.json
 
-The calls that are compared take turns, and medians are compared. "speed" is torch's time over mytorch's: above 1, mytorch is faster.
-A step is small: what it takes is the host's work. A captured CUDA graph of it leaves the host out, on either side.
+The calls that are compared take turns, and medians are compared. "speed" is torch's time over mytorch's: above 1,
+mytorch is faster. A step is small: what it takes is the host's work. A captured CUDA graph of it leaves the host out,
+on either side.
 """
 
 import json
@@ -31,7 +33,9 @@ ATTENTION = ((4, 4096, 16, 128), (8, 1024, 16, 64))
 
 
 def milliseconds(calls: Calls, runs: int) -> dict[str, float]:
-    """The median of each call, host and device both waited for, the calls taking turns, after one turn that does not count."""
+    """The median of each call, host and device both waited for, the calls taking turns, after one turn that does not
+    count.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS + 1):
         for name, call in calls.items():
@@ -48,7 +52,8 @@ def milliseconds(calls: Calls, runs: int) -> dict[str, float]:
 def cnn() -> dict[str, Any]:
     """The training step: mytorch and torch as called, and mytorch as a graph."""
     steps = {"mytorch": mytorch_step(Device.CUDA), "torch": torch_step("cuda")}
-    # torch rounds what it convolves to TF32 unless told otherwise, mytorch never does: equal precision for the check, torch's own choice when timed.
+    # torch rounds what it convolves to TF32 unless told otherwise, mytorch never does: equal precision for the check,
+    # torch's own choice when timed.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         losses = {name: [float(step().item()) for _ in range(20)] for name, step in steps.items()}
     if np.abs(np.subtract(*losses.values())).max() > 1e-3:
@@ -60,7 +65,9 @@ def cnn() -> dict[str, Any]:
 
 
 def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
-    """Forward, and forward with backward, causal, fp16: inside mytorch, and tilewise.flash_attention on torch's tensors."""
+    """Forward, and forward with backward, causal, fp16: inside mytorch, and tilewise.flash_attention on torch's
+    tensors.
+    """
     arrays = [np.random.default_rng(i).standard_normal(shape).astype(np.float16) for i in range(4)]
     ours = [Tensor.create(x, requires_grad=i < 3, device=Device.CUDA) for i, x in enumerate(arrays)]
     theirs = [torch.tensor(x, device="cuda").requires_grad_(i < 3) for i, x in enumerate(arrays)]
@@ -90,7 +97,10 @@ def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
         },
         20,
     )
-    speeds = {direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2) for direction in ("forward", "both")}
+    speeds = {
+        direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2)
+        for direction in ("forward", "both")
+    }
     return {"shape": shape, "milliseconds": times, "speed": speeds}
 
 

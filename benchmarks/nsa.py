@@ -1,4 +1,5 @@
-"""Times native sparse attention, its selected branch and its parts, beside dense attention (cuDNN through torch), in one run.
+"""Times native sparse attention, its selected branch and its parts, beside dense attention (cuDNN through torch), in
+one run.
 
 python benchmarks/nsa.py --json benchmarks/results/nsa-h200.json
 """
@@ -29,11 +30,15 @@ HEADS, KEY_HEADS = 64, 4
 def tensors(tokens: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
     """q, k, v and the output's gradient."""
     torch.manual_seed(0)
-    return tuple(torch.randn(1, tokens, h, CHANNELS, device="cuda", dtype=torch.bfloat16) for h in (heads, key_heads, key_heads, heads))
+    return tuple(
+        torch.randn(1, tokens, h, CHANNELS, device="cuda", dtype=torch.bfloat16)
+        for h in (heads, key_heads, key_heads, heads)
+    )
 
 
 def pattern(tokens: int, key_heads: int, kind: str) -> torch.Tensor:
-    """Blocks as tokens might choose them: `random`, each on its own; `smooth`, neighbours alike (they share three in four), as trained models do.
+    """Blocks as tokens might choose them: `random`, each on its own; `smooth`, neighbours alike (they share three in
+    four), as trained models do.
 
     The first block and the token's own are always among them.
     """
@@ -69,7 +74,10 @@ def dense_calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Ten
 
     o = attend()
     gradient = do.transpose(1, 2)
-    return {"dense forward": attend, "dense backward": lambda: torch.autograd.grad(o, leaves, gradient, retain_graph=True)}
+    return {
+        "dense forward": attend,
+        "dense backward": lambda: torch.autograd.grad(o, leaves, gradient, retain_graph=True),
+    }
 
 
 def selected_row(tokens: int, heads: int, key_heads: int, kind: str) -> dict[str, object]:
@@ -81,23 +89,36 @@ def selected_row(tokens: int, heads: int, key_heads: int, kind: str) -> dict[str
         "forward": lambda: launch.selected_forward(q, k, v, indices, None, BLOCK, scale),
         "backward": lambda: launch.selected_backward(q, k, v, indices, o, lse, do, None, None, BLOCK, scale),
     }
-    return {"tokens": tokens, "heads": heads, "key_heads": key_heads, "pattern": kind, "milliseconds": milliseconds(calls)}
+    return {
+        "tokens": tokens,
+        "heads": heads,
+        "key_heads": key_heads,
+        "pattern": kind,
+        "milliseconds": milliseconds(calls),
+    }
 
 
 def whole_row(tokens: int) -> dict[str, object]:
     """All of native sparse attention with random inputs: public function, autograd, all three gates."""
     q, k, v, do = tensors(tokens, HEADS, KEY_HEADS)
     calls = dense_calls(q, k, v, do)
-    gates = {name: torch.rand(1, tokens, HEADS, device="cuda", dtype=torch.bfloat16, requires_grad=True) for name in ("g_cmp", "g_slc", "g_swa")}
+    gates = {
+        name: torch.rand(1, tokens, HEADS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for name in ("g_cmp", "g_slc", "g_swa")
+    }
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def attend() -> torch.Tensor:
-        return tilewise.native_sparse_attention(*leaves, **gates, block_size=BLOCK, block_count=COUNT, window_size=WINDOW)
+        return tilewise.native_sparse_attention(
+            *leaves, **gates, block_size=BLOCK, block_count=COUNT, window_size=WINDOW
+        )
 
     o = attend()
     wanted = [*leaves, *gates.values()]
     calls |= {"forward": attend, "backward": lambda: torch.autograd.grad(o, wanted, do, retain_graph=True)}
-    return {"tokens": tokens, "heads": HEADS, "key_heads": KEY_HEADS, "milliseconds": milliseconds(calls)} | memory(attend, wanted, do)
+    return {"tokens": tokens, "heads": HEADS, "key_heads": KEY_HEADS, "milliseconds": milliseconds(calls)} | memory(
+        attend, wanted, do
+    )
 
 
 def memory(attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: torch.Tensor) -> dict[str, float]:
@@ -134,8 +155,12 @@ def part_rows(tokens: int) -> dict[str, float]:
             "selected forward": lambda: launch.selected_forward(q, k, v, indices, None, BLOCK, scale),
             "window forward": lambda: flash.forward(near),
             "combine": lambda: launch.combine([o, o_slc, o_swa], [gate, gate, gate]),
-            "compressed backward": lambda: launch.compressed_backward(q, k_cmp, v_cmp, o, lse, do, None, None, None, *compression, scale),
-            "selected backward": lambda: launch.selected_backward(q, k, v, indices, o_slc, lse_slc, do, None, None, BLOCK, scale),
+            "compressed backward": lambda: launch.compressed_backward(
+                q, k_cmp, v_cmp, o, lse, do, None, None, None, *compression, scale
+            ),
+            "selected backward": lambda: launch.selected_backward(
+                q, k, v, indices, o_slc, lse_slc, do, None, None, BLOCK, scale
+            ),
             "window backward": lambda: flash.backward(near, o_swa, lse_swa, do, None),
             "combine backward, one branch": lambda: launch.combine_backward(do, o, gate),
         }
@@ -143,8 +168,12 @@ def part_rows(tokens: int) -> dict[str, float]:
 
 
 def overtakes(rows: list[dict], direction: str) -> float | None:
-    """The length from which native sparse attention beats dense, between measured ones on log axes; None where it never does."""
-    ratios = [(row["tokens"], row["milliseconds"][f"dense {direction}"] / row["milliseconds"][direction]) for row in rows]
+    """The length from which native sparse attention beats dense, between measured ones on log axes; None where it never
+    does.
+    """
+    ratios = [
+        (row["tokens"], row["milliseconds"][f"dense {direction}"] / row["milliseconds"][direction]) for row in rows
+    ]
     if ratios[0][1] >= 1:
         return ratios[0][0]
     for (short, before), (long, after) in itertools.pairwise(ratios):
@@ -166,7 +195,10 @@ def main() -> None:
     for tokens, heads, key_heads, kinds in SELECTED:
         for kind in kinds:
             selected.append(selected_row(tokens, heads, key_heads, kind))
-            print(f"selected T {tokens}, {heads} and {key_heads} heads, {kind}: {selected[-1]['milliseconds']}", flush=True)
+            print(
+                f"selected T {tokens}, {heads} and {key_heads} heads, {kind}: {selected[-1]['milliseconds']}",
+                flush=True,
+            )
             torch.cuda.empty_cache()
     parts = part_rows(LENGTHS[-1])
     print(f"parts at T {LENGTHS[-1]}: {parts}", flush=True)

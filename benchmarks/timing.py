@@ -1,4 +1,6 @@
-"""What the benchmarks share: times of calls taken in turns, CUDA graphs, where they were taken, and the command line."""
+"""What the benchmarks share: times of calls taken in turns, CUDA graphs, where they were taken, and the
+command line.
+"""
 
 import argparse
 import json

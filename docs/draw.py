@@ -1,7 +1,8 @@
-"""Draws the pictures of these pages by asking the operators' references, and from saved benchmarks: `python docs/draw.py` writes docs/pictures/*.svg.
+"""Draws the pictures of these pages by asking the operators' references, and from saved benchmarks:
+`python docs/draw.py` writes docs/pictures/*.svg.
 
-What a query sees is never written down here: the value of every key is shifted a little, and a query sees those whose shift reaches its output. The
-tiles that a kernel visits come from its simulation.
+What a query sees is never written down here: the value of every key is shifted a little, and a query sees those whose
+shift reaches its output. The tiles that a kernel visits come from its simulation.
 """
 
 import functools
@@ -28,7 +29,8 @@ from tilewise.ops.nsa import reference as nsa
 
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-# Okabe and Ito's colours, which the colour-blind tell apart; the background is the picture's own, so that it reads the same on dark pages.
+# Okabe and Ito's colours, which the colour-blind tell apart; the background is the picture's own, so that it reads the
+# same on dark pages.
 GREY, BLUE, SKY, ORANGE, RED, GREEN = "#e4e4e4", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73"
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -53,7 +55,14 @@ TILES: dict[str, simulate.Options] = {
     "causal, window_size=(31, 0)": simulate.Options(scale=1.0, left=31, right=0),
 }
 TILING, TILED = simulate.Tiling(block_m=16, block_n=8), 96
-NSA: dict[str, Any] = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_count": 5, "init_blocks": 1, "local_blocks": 2}
+NSA: dict[str, Any] = {
+    "compress_size": 8,
+    "compress_stride": 4,
+    "block_size": 8,
+    "block_count": 5,
+    "init_blocks": 1,
+    "local_blocks": 2,
+}
 NSA_TOKENS, NSA_WINDOW, NSA_QUERY = 80, 12, 66
 HSTU: dict[str, dict[str, Any]] = {
     "causal": {"lengths": [12]},
@@ -73,7 +82,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def seen(attend: Callable[[torch.Tensor], torch.Tensor], keys: int) -> np.ndarray:
-    """[T, J], True where a shift of key j reaches query t: `attend` takes a shift of each key, [J], and gives a number for each query, [T]."""
+    """[T, J], True where a shift of key j reaches query t: `attend` takes a shift of each key, [J], and gives a number
+    for each query, [T].
+    """
     return (torch.autograd.functional.jacobian(attend, torch.zeros(keys, dtype=torch.float64)) != 0).numpy()
 
 
@@ -90,7 +101,9 @@ def flash_heads(query_heads: int, key_heads: int) -> np.ndarray:
 
 
 def flash_tiles(options: simulate.Options) -> tuple[np.ndarray, int, int]:
-    """Cells, 0 where no tile is visited, 1 in a tile that needs no mask, 2 kept and 3 left out in one that does; tiles visited, and masked."""
+    """Cells, 0 where no tile is visited, 1 in a tile that needs no mask, 2 kept and 3 left out in one that does; tiles
+    visited, and masked.
+    """
     cells, visited, masked = np.zeros((TILED, TILED), int), 0, 0
     for i_m in range(0, TILED, TILING.block_m):
         for i_n in simulate.key_blocks(i_m, TILED, TILED, TILING, options):
@@ -113,17 +126,25 @@ def nsa_windows() -> np.ndarray:
     """[T, C], the compressed windows that each query sees."""
     q, _, _, k_cmp, _ = nsa_inputs()
     sizes = {name: NSA[name] for name in ("compress_size", "compress_stride")}
-    return seen(lambda shift: nsa.compressed_attention(q, k_cmp, k_cmp + shift[:, None, None], **sizes)[0].sum((0, 2, 3)), k_cmp.shape[1])
+    return seen(
+        lambda shift: nsa.compressed_attention(q, k_cmp, k_cmp + shift[:, None, None], **sizes)[0].sum((0, 2, 3)),
+        k_cmp.shape[1],
+    )
 
 
 def nsa_mask(branch: str) -> np.ndarray:
     """[T, T], the tokens that reach each query through one branch: g_cmp, g_slc or g_swa."""
     q, k, v, _, blocks = nsa_inputs()
-    gates: dict[str, Any] = {name: torch.ones(1, NSA_TOKENS, 1, dtype=q.dtype) if name == branch else None for name in ("g_cmp", "g_slc", "g_swa")}
+    gates: dict[str, Any] = {
+        name: torch.ones(1, NSA_TOKENS, 1, dtype=q.dtype) if name == branch else None
+        for name in ("g_cmp", "g_slc", "g_swa")
+    }
 
     def attend(shift: torch.Tensor) -> torch.Tensor:
         shifted = v + shift[:, None, None]
-        return nsa.native_sparse_attention(q, k, shifted, **gates, **NSA, window_size=NSA_WINDOW, block_indices=blocks)[0].sum((0, 2, 3))
+        return nsa.native_sparse_attention(q, k, shifted, **gates, **NSA, window_size=NSA_WINDOW, block_indices=blocks)[
+            0
+        ].sum((0, 2, 3))
 
     return seen(attend, NSA_TOKENS)
 
@@ -141,10 +162,17 @@ def hstu_mask(lengths: list[int], targets: list[int] | None = None, **options: A
     q, k, v = (random(tokens, 1, 4, seed=seed) for seed in range(3))
     offsets = torch.tensor([0, *np.cumsum(lengths)])
     options["num_targets"] = None if targets is None else torch.tensor(targets)
-    return seen(lambda shift: hstu.hstu_attention(q, k, v + shift[:, None, None], offsets, max_seq_len=max(lengths), **options).sum((1, 2)), tokens)
+    return seen(
+        lambda shift: hstu.hstu_attention(
+            q, k, v + shift[:, None, None], offsets, max_seq_len=max(lengths), **options
+        ).sum((1, 2)),
+        tokens,
+    )
 
 
-def hstu_kinds(lengths: list[int], targets: list[int] | None = None, contextual_seq_len: int = 0, **_: Any) -> np.ndarray:
+def hstu_kinds(
+    lengths: list[int], targets: list[int] | None = None, contextual_seq_len: int = 0, **_: Any
+) -> np.ndarray:
     """1 for a token of the history, 2 of the context, 3 for a target."""
     kinds = []
     for length, count in zip(lengths, targets or [0] * len(lengths), strict=True):
@@ -162,13 +190,19 @@ def bsa_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 def bsa_forced() -> np.ndarray:
     """[T, T], True where the key lies in the query's own block."""
     q, k, _, _ = bsa_inputs()
-    return (bsa.choice_scores(q, k, block_size=BSA["block_size"])[0, 0] == torch.inf).numpy().repeat(BSA["block_size"], axis=1)
+    return (
+        (bsa.choice_scores(q, k, block_size=BSA["block_size"])[0, 0] == torch.inf)
+        .numpy()
+        .repeat(BSA["block_size"], axis=1)
+    )
 
 
 def bsa_mask(branch: str, head: int) -> np.ndarray:
     """[T, T], the tokens that reach each query of `head` through one branch."""
     q, k, v, blocks = bsa_inputs()
-    gates: Any = [torch.full(q.shape[:-1], float(name == branch), dtype=q.dtype) for name in ("g_cmp", "g_slc", "g_swa")]
+    gates: Any = [
+        torch.full(q.shape[:-1], float(name == branch), dtype=q.dtype) for name in ("g_cmp", "g_slc", "g_swa")
+    ]
     one = torch.zeros(BSA_HEADS, 1, dtype=q.dtype)
     one[head] = 1.0
     # Layer norm takes the mean out, so that a shift of all channels alike could go unseen.
@@ -182,9 +216,17 @@ def bsa_mask(branch: str, head: int) -> np.ndarray:
 
 
 def paint(
-    axes: Axes, cells: np.ndarray, colours: list[str], title: str, across: str = "key", down: str = "query", tile: tuple[int, int] = (1, 1)
+    axes: Axes,
+    cells: np.ndarray,
+    colours: list[str],
+    title: str,
+    across: str = "key",
+    down: str = "query",
+    tile: tuple[int, int] = (1, 1),
 ) -> None:
-    """Cells as an image of one pixel each, in `colours` by their number, with white lines around tiles of so many rows and columns."""
+    """Cells as an image of one pixel each, in `colours` by their number, with white lines around tiles of so many rows
+    and columns.
+    """
     rows, columns = cells.shape
     palette = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours], np.uint8)
     axes.imshow(palette[cells.astype(int)], interpolation="none", extent=(0, columns, rows, 0))
@@ -243,7 +285,14 @@ def draw_nsa() -> Figure:
         cells[window % (size // stride), window * stride : window * stride + size] = 2 if visible else 1
     chosen = np.where(masks["g_slc"], 1 + nsa_forced(), 0)
     cells[2], cells[3] = np.array([1, 3, 4])[chosen[NSA_QUERY]], np.where(masks["g_swa"][NSA_QUERY], 5, 1)
-    paint(strip, cells, ["#ffffff", GREY, SKY, RED, ORANGE, GREEN], f"what query {NSA_QUERY} sees", down="", tile=(1, NSA_TOKENS))
+    paint(
+        strip,
+        cells,
+        ["#ffffff", GREY, SKY, RED, ORANGE, GREEN],
+        f"what query {NSA_QUERY} sees",
+        down="",
+        tile=(1, NSA_TOKENS),
+    )
     strip.set_aspect("auto")
     strip.set_yticks(np.arange(4) + 0.5, ["windows 0, 2, ...", "windows 1, 3, ...", "blocks", "sliding window"])
     for lane in range(size // stride):
@@ -251,12 +300,23 @@ def draw_nsa() -> Figure:
     strip.vlines(np.arange(0, NSA_TOKENS, NSA["block_size"]), 2, 3, color="white", linewidth=1.2)
     strip.axvline(NSA_QUERY + 0.5, color="black", linewidth=0.8, linestyle=":")
 
-    panels = {"compressed": (masks["g_cmp"], [SKY]), "selected": (chosen, [RED, ORANGE]), "window": (masks["g_swa"], [GREEN])}
+    panels = {
+        "compressed": (masks["g_cmp"], [SKY]),
+        "selected": (chosen, [RED, ORANGE]),
+        "window": (masks["g_swa"], [GREEN]),
+    }
     for column, (name, (painted, colours)) in enumerate(panels.items()):
         axes = figure.add_subplot(grid[1, column])
         paint(axes, painted, [GREY, *colours], name, tile=(NSA_TOKENS, NSA["block_size"]))
         axes.axhline(NSA_QUERY + 0.5, color="black", linewidth=0.8, linestyle=":")
-    legend(figure, compressed_windows=SKY, selected_by_score=RED, always_selected=ORANGE, sliding_window=GREEN, not_seen=GREY)
+    legend(
+        figure,
+        compressed_windows=SKY,
+        selected_by_score=RED,
+        always_selected=ORANGE,
+        sliding_window=GREEN,
+        not_seen=GREY,
+    )
     return figure
 
 
@@ -264,7 +324,12 @@ def draw_hstu() -> Figure:
     """HSTU's masks, and a packed batch."""
     figure = Figure(figsize=(7.2, 5.4), layout="constrained")
     for axes, (name, problem) in zip(figure.subplots(2, 3).flat, HSTU.items(), strict=True):
-        paint(axes, np.where(hstu_mask(**problem), hstu_kinds(**problem), 0), [GREY, BLUE, ORANGE, GREEN], name.replace(" and 5, ", " and 5,\n"))
+        paint(
+            axes,
+            np.where(hstu_mask(**problem), hstu_kinds(**problem), 0),
+            [GREY, BLUE, ORANGE, GREEN],
+            name.replace(" and 5, ", " and 5,\n"),
+        )
         for end in np.cumsum(problem["lengths"])[:-1]:
             axes.axvline(end, color="black", linewidth=0.8)
             axes.axhline(end, color="black", linewidth=0.8)
@@ -277,7 +342,10 @@ def draw_bsa() -> Figure:
     figure = Figure(figsize=(7.2, 7.0), layout="constrained")
     panels = {"compressed": (bsa_mask("g_cmp", 0), [SKY]), "window": (bsa_mask("g_swa", 0), [GREEN])}
     for head in (0, 2):
-        panels[f"chosen blocks, heads {head} and {head + 1}"] = (np.where(bsa_mask("g_slc", head), 1 + bsa_forced(), 0), [RED, ORANGE])
+        panels[f"chosen blocks, heads {head} and {head + 1}"] = (
+            np.where(bsa_mask("g_slc", head), 1 + bsa_forced(), 0),
+            [RED, ORANGE],
+        )
     for axes, (name, (cells, colours)) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         paint(axes, cells, [GREY, *colours], name, tile=(BSA_TOKENS, BSA["block_size"]))
     legend(figure, means_of_blocks=SKY, sliding_window=GREEN, chosen_by_score=RED, own_block=ORANGE, not_seen=GREY)
@@ -297,7 +365,10 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "nsa-branches": draw_nsa,
     "hstu-masks": draw_hstu,
     "bsa-blocks": draw_bsa,
-    **{f"bench-{name}": functools.partial(draw_bench, f"bench-{name}") for name in ("flash", "nsa", "nsa-selected", "nsa-compressed", "hstu", "bsa")},
+    **{
+        f"bench-{name}": functools.partial(draw_bench, f"bench-{name}")
+        for name in ("flash", "nsa", "nsa-selected", "nsa-compressed", "hstu", "bsa")
+    },
 }
 
 

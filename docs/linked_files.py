@@ -1,4 +1,6 @@
-"""A hook of mkdocs: a file outside docs/ that a page links to gets a page of its own, so that the link leads somewhere on the site too."""
+"""A hook of mkdocs: a file outside docs/ that a page links to gets a page of its own, so that the link leads somewhere
+on the site too.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +23,10 @@ def on_files(files: Files, config: Any) -> Files:
     pages = [page for page in files.documentation_pages() if page.inclusion.is_included()]
     for path in sorted({path for page in pages for path in OUTSIDE.findall(page.content_string)}):
         language = LANGUAGES.get(Path(path).suffix, "text")
-        content = f"---\nsearch:\n  exclude: true\n---\n\n# `{path}`\n\n````{language}\n{(ROOT / path).read_text(encoding='utf-8')}\n````\n"
+        content = (
+            "---\nsearch:\n  exclude: true\n---\n\n#"
+            f" `{path}`\n\n````{language}\n{(ROOT / path).read_text(encoding='utf-8')}\n````\n"
+        )
         files.append(File.generated(config, page_of(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 

@@ -1,4 +1,5 @@
-"""A flash attention in plain torch, tile by tile, and three wrong ones that look right, for `tilewise verify --impl` to judge.
+"""A flash attention in plain torch, tile by tile, and three wrong ones that look right, for `tilewise verify --impl` to
+judge.
 
 tilewise verify flash --impl examples/flash_implementations.py:correct
 tilewise verify flash --impl examples/flash_implementations.py:unmasked_tail
@@ -31,7 +32,20 @@ def swapped_gradients(q, k, v, **options):
     return _attention(q, k, v, bug="swapped gradients", **options)
 
 
-def _attention(q, k, v, *, bug, causal=False, window_size=(-1, -1), scale=None, softcap=0.0, cu_seqlens_q=None, cu_seqlens_k=None, return_lse=False):
+def _attention(
+    q,
+    k,
+    v,
+    *,
+    bug,
+    causal=False,
+    window_size=(-1, -1),
+    scale=None,
+    softcap=0.0,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    return_lse=False,
+):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attend = partial(_one_batch, causal=causal, window=window_size, scale=scale, softcap=softcap, bug=bug)
     if cu_seqlens_q is None:
@@ -39,7 +53,11 @@ def _attention(q, k, v, *, bug, causal=False, window_size=(-1, -1), scale=None, 
     else:
         ends_q, ends_k = cu_seqlens_q.tolist(), (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).tolist()
         parts = [
-            attend(q[None, ends_q[b] : ends_q[b + 1]], k[None, ends_k[b] : ends_k[b + 1]], v[None, ends_k[b] : ends_k[b + 1]])
+            attend(
+                q[None, ends_q[b] : ends_q[b + 1]],
+                k[None, ends_k[b] : ends_k[b + 1]],
+                v[None, ends_k[b] : ends_k[b + 1]],
+            )
             for b in range(len(ends_q) - 1)
         ]
         o, lse = torch.cat([part[0][0] for part in parts]), torch.cat([part[1][0] for part in parts], -1)
@@ -47,7 +65,9 @@ def _attention(q, k, v, *, bug, causal=False, window_size=(-1, -1), scale=None, 
 
 
 def _one_batch(q, k, v, *, causal, window, scale, softcap, bug):
-    """[B, T, H, D] -> o [B, T, H, Dv], lse [B, H, T]; heads are put side by side, so that the tiles see [B, H, T, D]."""
+    """[B, T, H, D] -> o [B, T, H, Dv], lse [B, H, T]; heads are put side by side, so that the tiles see
+    [B, H, T, D].
+    """
     group = q.shape[2] // k.shape[2]
     wide = [x.float().transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))]
     o, lse = Tiled.apply(*wide, causal, window, scale, softcap, bug)
@@ -63,7 +83,11 @@ def _scores(q, k, start, keys, causal, window, scale, softcap, bug):
     key = start + torch.arange(k.shape[-2], device=q.device)
     keep = (key < keys) | torch.tensor(bug == "unmasked tail", device=q.device)
     left, right = window[0], 0 if causal and window[1] < 0 else min(window[1], 0) if causal else window[1]
-    keep = keep & (key <= position + right if right >= 0 else key >= 0) & (key >= position - left if left >= 0 else key >= 0)
+    keep = (
+        keep
+        & (key <= position + right if right >= 0 else key >= 0)
+        & (key >= position - left if left >= 0 else key >= 0)
+    )
     return scores, keep
 
 

@@ -27,7 +27,9 @@ class Transformer(nn.Module):
 
     def __init__(self, letters: int) -> None:
         self.letters, self.positions = nn.Embedding(letters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(nn.TransformerBlock(WIDTH, HEADS, kv_heads=KV_HEADS, causal=True) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(
+            *(nn.TransformerBlock(WIDTH, HEADS, kv_heads=KV_HEADS, causal=True) for _ in range(LAYERS))
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters)
 
     def forward(self, letters: Tensor) -> Tensor:
@@ -37,7 +39,9 @@ class Transformer(nn.Module):
 
 def loss_of(model: Transformer, pieces: np.ndarray, device: Device) -> Tensor:
     """Mean cross entropy, in nats a letter, of pieces [B, T + 1]."""
-    return nn.CrossEntropyLoss()(model(Tensor.create(pieces[:, :-1], device=device)), Tensor.create(pieces[:, 1:], device=device))
+    return nn.CrossEntropyLoss()(
+        model(Tensor.create(pieces[:, :-1], device=device)), Tensor.create(pieces[:, 1:], device=device)
+    )
 
 
 @mytorch.no_grad()
@@ -51,7 +55,9 @@ def evaluate(model: Transformer, text: np.ndarray, device: Device) -> float:
 
 @mytorch.no_grad()
 def generate(model: Transformer, prompt: list[int], count: int, rng: np.random.Generator, device: Device) -> list[int]:
-    """`prompt` and `count` letters more, drawn one by one from what the model expects after the last CONTEXT letters."""
+    """`prompt` and `count` letters more, drawn one by one from what the model expects after the last
+    CONTEXT letters.
+    """
     letters = list(prompt)
     for _ in range(count):
         logits = model(Tensor.create([letters[-CONTEXT:]], device=device))[0, -1]
@@ -94,7 +100,10 @@ def main(
     written = generate(model, [number[letter] for letter in PROMPT], sample, rng, device)
     console.print("".join(alphabet[letter] for letter in written), markup=False, highlight=False, soft_wrap=True)
     console.rule()
-    console.print(f"loss on held-out text: {evaluate(model, held_out, device):.3f} nats a letter, {losses[0]:.3f} on seen text at first")
+    console.print(
+        f"loss on held-out text: {evaluate(model, held_out, device):.3f} nats a letter, {losses[0]:.3f} on seen text at"
+        " first"
+    )
     draw(losses, plot, "Alice's Adventures in Wonderland, letter by letter")
 
 

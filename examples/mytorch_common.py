@@ -23,7 +23,13 @@ console = Console()
 @contextlib.contextmanager
 def progress(name: str, steps: int, losses: list[float]) -> Iterator[Callable[[float], None]]:
     """A bar of `steps` steps; yields the function to call with each step's loss, which adds it to `losses`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=steps, loss=float("nan"))
 

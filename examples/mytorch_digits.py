@@ -1,7 +1,7 @@
 """Handwritten digits with mytorch: a convolutional network, or one of linear layers.
 
-python examples/mytorch_digits.py                          # the CNN on scikit-learn's 1,797 digits of 8 × 8: about ten seconds of two CPU cores
-python examples/mytorch_digits.py --model mlp
+python examples/mytorch_digits.py                          # the CNN on scikit-learn's 1,797 digits of 8 × 8: about ten
+seconds of two CPU cores python examples/mytorch_digits.py --model mlp
 python examples/mytorch_digits.py --mnist FOLDER --epochs 2       # MNIST's four IDX files, compressed or not
 
 Needs the extra `examples`.
@@ -35,14 +35,18 @@ def bundled(seed: int) -> tuple[data.ArrayDataset, data.ArrayDataset]:
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images, classes = (digits.images[order, None] / 16).astype(np.float32), digits.target[order]
-    return data.ArrayDataset(images[HELD_OUT:], classes[HELD_OUT:]), data.ArrayDataset(images[:HELD_OUT], classes[:HELD_OUT])
+    return data.ArrayDataset(images[HELD_OUT:], classes[HELD_OUT:]), data.ArrayDataset(
+        images[:HELD_OUT], classes[:HELD_OUT]
+    )
 
 
 def mnist(folder: Path) -> tuple[data.ArrayDataset, data.ArrayDataset]:
     """MNIST's files, or others in its format: for training, and held out."""
     files = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in MNIST]
     images, classes, held_out_images, held_out_classes = map(data.load_idx, files)
-    for file, array, axes in zip(files, (images, classes, held_out_images, held_out_classes), (3, 1, 3, 1), strict=True):
+    for file, array, axes in zip(
+        files, (images, classes, held_out_images, held_out_classes), (3, 1, 3, 1), strict=True
+    ):
         if array.ndim != axes:
             raise ValueError(f"{file} must hold an array of {axes} axes, and its shape is {list(array.shape)}")
     first, second = ((x[:, None] / np.float32(255)).astype(np.float32) for x in (images, held_out_images))
@@ -52,12 +56,20 @@ def mnist(folder: Path) -> tuple[data.ArrayDataset, data.ArrayDataset]:
 def network(kind: Kind, height: int, width: int) -> nn.Module:
     """Images [B, 1, height, width] -> logits [B, 10]."""
     if kind is Kind.mlp:
-        return nn.Sequential(nn.Flatten(), nn.Linear(height * width, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(height * width, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+        )
     return nn.Sequential(
         nn.Sequential(nn.Conv2D(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2D(2)),
         nn.Sequential(nn.Conv2D(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2D(2)),
         nn.Sequential(nn.Flatten(), nn.Dropout(0.25)),
-        nn.Sequential(nn.Linear(32 * (height // 4) * (width // 4), 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        nn.Sequential(
+            nn.Linear(32 * (height // 4) * (width // 4), 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, 10),
+        ),
     )
 
 
@@ -65,14 +77,18 @@ def network(kind: Kind, height: int, width: int) -> nn.Module:
 def accuracy(model: nn.Module, dataset: data.ArrayDataset, device: Device) -> float:
     """The share of images whose largest logit is the right one."""
     model.eval()
-    right = sum(int((model(x).numpy().argmax(1) == y.numpy()).sum()) for x, y in data.DataLoader(dataset, 256, device=device))
+    right = sum(
+        int((model(x).numpy().argmax(1) == y.numpy()).sum()) for x, y in data.DataLoader(dataset, 256, device=device)
+    )
     model.train()
     return right / len(dataset)
 
 
 def main(
     model: Annotated[Kind, typer.Option(help="Linear layers, or convolutions before them.")] = Kind.cnn,
-    mnist_folder: Annotated[Path | None, typer.Option("--mnist", help="A folder with MNIST's IDX files, instead of scikit-learn's digits.")] = None,
+    mnist_folder: Annotated[
+        Path | None, typer.Option("--mnist", help="A folder with MNIST's IDX files, instead of scikit-learn's digits.")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="How often every image is seen.")] = 40,
     seed: Seed = 0,
     device: Place = Device.CPU,

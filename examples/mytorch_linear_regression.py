@@ -28,7 +28,9 @@ def make_data(count: int, seed: int) -> data.ArrayDataset:
 
 
 def main(
-    epochs: Annotated[int, typer.Option(min=1, help="How often every example is seen.")] = 20, seed: Seed = 0, plot: Plot = Path("loss.png")
+    epochs: Annotated[int, typer.Option(min=1, help="How often every example is seen.")] = 20,
+    seed: Seed = 0,
+    plot: Plot = Path("loss.png"),
 ) -> None:
     mytorch.manual_seed(seed)
     loader = data.DataLoader(make_data(1000, seed), BATCH, shuffle=True)
@@ -47,7 +49,9 @@ def main(
     found = [*model.weight.numpy()[:, 0], model.bias.item()]
     for name, value, true in zip(("w0", "w1", "w2", "bias"), found, (*WEIGHTS, BIAS), strict=True):
         console.print(f"{name:>4}: {value:+.3f} found, {true:+.3f} true")
-    console.print(f"largest error: {max(abs(value - true) for value, true in zip(found, (*WEIGHTS, BIAS), strict=True)):.4f}")
+    console.print(
+        f"largest error: {max(abs(value - true) for value, true in zip(found, (*WEIGHTS, BIAS), strict=True)):.4f}"
+    )
     draw(losses, plot, "Linear regression")
 
 

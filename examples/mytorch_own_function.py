@@ -2,8 +2,9 @@
 
 python examples/mytorch_own_function.py                  # a few seconds
 
-Needs the extra `examples`. A Function computes on arrays of a backend, through the backend's methods (see mytorch/backends/base.py): what is
-written once runs on every device. Written for the CPU alone, it could use NumPy, for a CPU array is a NumPy array.
+Needs the extra `examples`. A Function computes on arrays of a backend, through the backend's methods (see
+mytorch/backends/base.py): what is written once runs on every device. Written for the CPU alone, it could use NumPy, for
+a CPU array is a NumPy array.
 """
 
 from pathlib import Path
@@ -40,7 +41,11 @@ class SoftplusLayer(nn.Module):
         return Softplus().apply(x)
 
 
-def main(steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1000, seed: Seed = 0, plot: Plot = Path("loss.png")) -> None:
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1000,
+    seed: Seed = 0,
+    plot: Plot = Path("loss.png"),
+) -> None:
     mytorch.manual_seed(seed)
     mytorch.gradcheck(lambda x: Softplus().apply(x), [Tensor.create(np.linspace(-30, 30, 13), requires_grad=True)])
     console.print("gradcheck: the gradient agrees with the function's differences")

@@ -1,9 +1,11 @@
-"""A small language model, letter by letter, with native sparse attention, and the same model with dense attention beside it.
+"""A small language model, letter by letter, with native sparse attention, and the same model with dense attention
+beside it.
 
 python examples/train_language_model.py                     # some three minutes of one CPU core
 python examples/train_language_model.py --device cuda --steps 1000
 
-Needs the extra `dev` (rich, typer, matplotlib). A query of the sparse model sees its 64 best keys, its 32 last ones and 31 windows, not all 256.
+Needs the extra `dev` (rich, typer, matplotlib). A query of the sparse model sees its 64 best keys, its 32 last ones and
+31 windows, not all 256.
 """
 
 import time
@@ -26,7 +28,15 @@ from tilewise.nn.rotary import rotate
 TEXT = Path(__file__).parent / "data" / "alice.txt"
 CONTEXT, BATCH = 256, 8
 DIM, LAYERS, HEADS, KV_HEADS = 128, 2, 4, 1
-SPARSE = {"compress_size": 16, "compress_stride": 8, "block_size": 16, "block_count": 4, "window_size": 32, "init_blocks": 1, "local_blocks": 1}
+SPARSE = {
+    "compress_size": 16,
+    "compress_stride": 8,
+    "block_size": 16,
+    "block_count": 4,
+    "window_size": 32,
+    "init_blocks": 1,
+    "local_blocks": 1,
+}
 PROMPT = "Alice was beginning to "
 
 
@@ -115,7 +125,9 @@ def train(run: Run, text: torch.Tensor, steps: int, seed: int, progress: Progres
     task = progress.add_task(run.name, total=steps, loss=float("nan"))
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3, weight_decay=0.01)
     # A warm-up, then down to a tenth.
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.1, final_div_factor=0.4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.1, final_div_factor=0.4
+    )
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     for _ in range(steps):
@@ -155,7 +167,9 @@ def draw(runs: list[Run], file: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for run in runs:
-        axes.plot(range(1, len(run.losses) + 1), run.losses, label=f"{run.name} (held out: {run.held_out:.2f})", linewidth=1)
+        axes.plot(
+            range(1, len(run.losses) + 1), run.losses, label=f"{run.name} (held out: {run.held_out:.2f})", linewidth=1
+        )
     axes.set(xlabel="step", ylabel="loss, nats a letter", title="Alice's Adventures in Wonderland, letter by letter")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,11 +1,13 @@
-"""A small sequential recommender of HSTULayers, with dense attention and with block-sparse attention, beside what is popular.
+"""A small sequential recommender of HSTULayers, with dense attention and with block-sparse attention, beside what is
+popular.
 
 python examples/train_recommender.py                     # two to three minutes of one CPU core
 python examples/train_recommender.py --device cuda --users 20000
 
-Needs the extra `dev` (rich, typer). It makes up its own users. Items belong to interests, and within an interest an item is followed by one of three
-others. A user has three interests, and goes to and fro between them: the next item of an interest follows the last one of that interest, which may
-lie a while back. Now and then something popular comes between. What a user takes last is held out; it is a hit if it is among the ten recommended.
+Needs the extra `dev` (rich, typer). It makes up its own users. Items belong to interests, and within an interest an
+item is followed by one of three others. A user has three interests, and goes to and fro between them: the next item of
+an interest follows the last one of that interest, which may lie a while back. Now and then something popular comes
+between. What a user takes last is held out; it is a hit if it is among the ten recommended.
 """
 
 import itertools
@@ -26,11 +28,13 @@ from tilewise.nn import HSTULayer
 INTERESTS, ITEMS_EACH = 20, 20
 ITEMS = INTERESTS * ITEMS_EACH
 SHORTEST, LONGEST = 40, 96
-# How likely it is that a user takes something popular, or goes on with the same interest; and which of its three successors follows an item.
+# How likely it is that a user takes something popular, or goes on with the same interest; and which of its three
+# successors follows an item.
 POPULAR, SAME = 0.15, 0.5
 SUCCESSORS = (0.6, 0.3, 0.1)
 WIDTH, LAYERS, HEADS, BATCH = 64, 2, 2, 32
-# A query of the block-sparse model sees 24 keys of chosen blocks, its 16 last ones and the means of all blocks, not up to 94 keys.
+# A query of the block-sparse model sees 24 keys of chosen blocks, its 16 last ones and the means of all blocks, not up
+# to 94 keys.
 SPARSE = {"block_counts": 3, "block_size": 8, "window_size": 16}
 TOP = 10
 
@@ -38,7 +42,9 @@ TOP = 10
 def make_histories(users: int, seed: int) -> list[list[int]]:
     """What each user takes, in order: items 0 to ITEMS - 1."""
     rng = random.Random(seed)
-    followers = [rng.sample([i for i in range(ITEMS_EACH) if i != item % ITEMS_EACH], len(SUCCESSORS)) for item in range(ITEMS)]
+    followers = [
+        rng.sample([i for i in range(ITEMS_EACH) if i != item % ITEMS_EACH], len(SUCCESSORS)) for item in range(ITEMS)
+    ]
     by_popularity = rng.sample(range(ITEMS), ITEMS)
     popularity = list(itertools.accumulate(1 / (rank + 1) for rank in range(ITEMS)))
     histories = []
@@ -76,7 +82,9 @@ class Recommender(nn.Module):
         self.items = nn.Embedding(ITEMS, WIDTH)
         self.positions = nn.Embedding(LONGEST, WIDTH)
         sizes = SPARSE if attention == "block-sparse" else {}
-        self.layers = nn.ModuleList(HSTULayer(WIDTH, HEADS, attention=attention, dropout=0.1, **sizes) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            HSTULayer(WIDTH, HEADS, attention=attention, dropout=0.1, **sizes) for _ in range(LAYERS)
+        )
         self.norm = nn.LayerNorm(WIDTH)
         for embedding in (self.items, self.positions):
             nn.init.normal_(embedding.weight, std=WIDTH**-0.5)
@@ -99,7 +107,9 @@ class Run:
     seconds: float = 0.0
 
 
-def train(run: Run, histories: list[list[int]], epochs: int, seed: int, device: torch.device, progress: Progress) -> None:
+def train(
+    run: Run, histories: list[list[int]], epochs: int, seed: int, device: torch.device, progress: Progress
+) -> None:
     """By all items but the first and the held-out one of each history, each from those before it."""
     task = progress.add_task(run.attention, total=epochs * len(batches(histories)), hit_rate=float("nan"))
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3, weight_decay=0.01)
@@ -165,7 +175,12 @@ def main(
         for run in runs:
             train(run, histories, epochs, seed, place, progress)
 
-    table = Table(title=f"hit rate @{TOP} on the held-out last item: {users} users, {sum(map(len, histories))} interactions, {ITEMS} items")
+    table = Table(
+        title=(
+            f"hit rate @{TOP} on the held-out last item: {users} users, {sum(map(len, histories))} interactions,"
+            f" {ITEMS} items"
+        )
+    )
     for heading in ("epoch", *(run.attention for run in runs), "popularity"):
         table.add_column(heading, justify="right")
     for epoch in range(epochs + 1):

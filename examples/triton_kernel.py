@@ -1,6 +1,7 @@
 """A small Triton attention with a bug, and the same kernel mended: the story of docs/verify.md.
 
-tilewise verify flash --impl examples/triton_kernel.py:broken --no-grad --config small --config block+1 --config odd-lengths --config medium
+tilewise verify flash --impl examples/triton_kernel.py:broken --no-grad --config small --config block+1 --config
+odd-lengths --config medium
 """
 
 import torch
@@ -47,7 +48,11 @@ def attention_example_kernel(
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision="ieee")
         m = m_new
     b_o = acc / tl.where(l > 0, l, 1.0)[:, None]
-    tl.store(o + row_q * DV + o_dv[None, :], b_o.to(o.dtype.element_ty), mask=(o_m < n_queries)[:, None] & (o_dv < DV)[None, :])
+    tl.store(
+        o + row_q * DV + o_dv[None, :],
+        b_o.to(o.dtype.element_ty),
+        mask=(o_m < n_queries)[:, None] & (o_dv < DV)[None, :],
+    )
     tl.store(lse + i_bh * n_queries + o_m, tl.where(l > 0, m + tl.log(l), float("-inf")), mask=o_m < n_queries)
 
 
@@ -70,6 +75,20 @@ def _launch(q, k, v, causal, scale, return_lse, *, mask_tail):
     widths = [max(16, triton.next_power_of_2(x)) for x in (channels, v.shape[-1])]
     grid = (triton.cdiv(queries, BLOCK), batch * heads)
     attention_example_kernel[grid](
-        q, k, v, o, lse, queries, k.shape[1], heads, scale, channels, v.shape[-1], *widths, BLOCK, CAUSAL=causal, MASK_TAIL=mask_tail
+        q,
+        k,
+        v,
+        o,
+        lse,
+        queries,
+        k.shape[1],
+        heads,
+        scale,
+        channels,
+        v.shape[-1],
+        *widths,
+        BLOCK,
+        CAUSAL=causal,
+        MASK_TAIL=mask_tail,
     )
     return (o, lse) if return_lse else o

@@ -1,4 +1,6 @@
-"""One helper for every operation: the same computation in mytorch and in torch, result and all gradients, on a backend."""
+"""One helper for every operation: the same computation in mytorch and in torch, result and all gradients,
+on a backend.
+"""
 
 import contextlib
 import os
@@ -36,7 +38,9 @@ def on(backend):
 
 
 def close(found, expected, what, scale=1.0):
-    """Same type, shape and, but for rounding, values: against the largest element, for small ones are often differences of large ones."""
+    """Same type, shape and, but for rounding, values: against the largest element, for small ones are often differences
+    of large ones.
+    """
     assert str(found.dtype) == str(expected.dtype).removeprefix("torch."), what
     assert tuple(found.shape) == tuple(expected.shape), what
     a, b = found.numpy(), expected.detach().numpy()
@@ -45,13 +49,17 @@ def close(found, expected, what, scale=1.0):
         return
     largest = np.max(np.abs(b[np.isfinite(b)]), initial=1e-6)
     allowed = scale * TOLERANCE[str(b.dtype)] * largest
-    np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=0, atol=allowed, equal_nan=True, err_msg=what)
+    np.testing.assert_allclose(
+        a.astype(np.float64), b.astype(np.float64), rtol=0, atol=allowed, equal_nan=True, err_msg=what
+    )
 
 
 def compare(backend, ours, theirs, *arrays, dtype="float32", scale=1.0):
-    """`ours` on mytorch's tensors against `theirs` on torch's, of the same NumPy arrays: floats in a type, with gradients; others as they are.
+    """`ours` on mytorch's tensors against `theirs` on torch's, of the same NumPy arrays: floats in a type, with
+    gradients; others as they are.
 
-    The gradient that goes in is random, so that nothing cancels. In fp16 torch computes in fp32, from the same rounded numbers.
+    The gradient that goes in is random, so that nothing cancels. In fp16 torch computes in fp32, from the same rounded
+    numbers.
     """
     floats = [array.dtype.kind == "f" for array in arrays]
     arrays = [array.astype(dtype) if is_float else array for array, is_float in zip(arrays, floats, strict=True)]
@@ -84,5 +92,7 @@ def whole(*shape, below, seed=0):
     return np.random.default_rng([seed, *shape]).integers(0, below, shape)
 
 
-each_backend = pytest.mark.parametrize("backend", [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in BACKENDS])
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in BACKENDS]
+)
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)

@@ -18,7 +18,9 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Re
     """Run one case, and return what was compared; fails with what verify would print."""
     implementation = Implementation(backend, device, interpreted=backend == "triton" and device == "cpu")
     found = registry.find(operator)
-    result = Runner(found, partial(found.load("function"), backend=backend)).run(Check(operator, implementation, case, dtype))
+    result = Runner(found, partial(found.load("function"), backend=backend)).run(
+        Check(operator, implementation, case, dtype)
+    )
     assert result.passed, "\n".join(result_lines(result, verbose=False))
     return result
 
@@ -26,8 +28,8 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Re
 def triton_cases(*operators: str) -> list:
     """Operator, case and dtype. On a GPU everything.
 
-    Interpreted, `make test` runs every second case of `tilewise verify`, in bf16; the others and fp32 are slow. Wider problems are left to a GPU, and
-    so is fp16, which goes the way of bf16.
+    Interpreted, `make test` runs every second case of `tilewise verify`, in bf16; the others and fp32 are slow. Wider
+    problems are left to a GPU, and so is fp16, which goes the way of bf16.
     """
     on_gpu = torch.cuda.is_available()
     found = []
@@ -42,7 +44,10 @@ def triton_cases(*operators: str) -> list:
 
 def first_quick(values: Iterable[Any]) -> list:
     """Parameters of which, where there is no GPU, only the first is quick."""
-    return [pytest.param(value, marks=[pytest.mark.slow] if i and not torch.cuda.is_available() else []) for i, value in enumerate(values)]
+    return [
+        pytest.param(value, marks=[pytest.mark.slow] if i and not torch.cuda.is_available() else [])
+        for i, value in enumerate(values)
+    ]
 
 
 # Half a minute and more on a CPU that has no bf16.
@@ -50,7 +55,9 @@ LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long
 
 
 def cpu_cases(*operators: str) -> list:
-    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case and of long ones, are slow."""
+    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case and of
+    long ones, are slow.
+    """
 
     def slow(i: int, case: str, dtype: str) -> bool:
         return dtype == "fp16" or (dtype == "bf16" and (i % 2 == 0 or case in LONG_IN_BF16))

@@ -48,11 +48,15 @@ def results(place):
     generator = torch.Generator().manual_seed(0)
     cu = torch.tensor([0, 40, 64], dtype=torch.int32)
     found = {}
-    for name, (args, kwargs) in every_operator(lambda *shape: torch.randn(*shape, generator=generator).requires_grad_(), cu).items():
+    for name, (args, kwargs) in every_operator(
+        lambda *shape: torch.randn(*shape, generator=generator).requires_grad_(), cu
+    ).items():
         args = [gates if name == "hstu_attention_with_bsa" and x is None else x for x in args]
         outputs = flat(getattr(tilewise, name)(*args, **kwargs, backend=place))
         sums = [x.sin().sum() for x in outputs if x.requires_grad]
-        leaves = list({id(x): x for x in args if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad}.values())
+        leaves = list(
+            {id(x): x for x in args if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad}.values()
+        )
         found[name] = outputs + (list(torch.autograd.grad(sum(sums), leaves)) if sums and leaves else [])
     return found
 
@@ -81,7 +85,9 @@ import tilewise.doctor  # noqa: E402
 import tilewise.nn  # noqa: E402
 import tilewise.verify  # noqa: E402
 
-layer = tilewise.nn.NativeSparseAttention(32, 4, 2, compress_size=16, compress_stride=8, block_size=16, block_count=3, window_size=8)
+layer = tilewise.nn.NativeSparseAttention(
+    32, 4, 2, compress_size=16, compress_stride=8, block_size=16, block_count=3, window_size=8
+)
 layer(torch.randn(1, 40, 32)).sum().backward()
 try:
     tilewise.flash_attention(q, k, k, backend="triton")

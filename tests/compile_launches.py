@@ -1,6 +1,8 @@
-"""Compiles an operator's kernels without a GPU and prints what they use as JSON, in a process of its own, for the tests' process interprets kernels.
+"""Compiles an operator's kernels without a GPU and prints what they use as JSON, in a process of its own, for the
+tests' process interprets kernels.
 
-`compile_launches.py MODULE:FUNCTION ARCHITECTURE DTYPE WORDS...`: what that function of tilewise.inspect says is launched.
+`compile_launches.py MODULE:FUNCTION ARCHITECTURE DTYPE WORDS...`: what that function of tilewise.inspect says is
+launched.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""Runs a script that compiles kernels without a GPU, in a process of its own, for the tests' process interprets kernels."""
+"""Runs a script that compiles kernels without a GPU, in a process of its own, for the tests' process interprets
+kernels.
+"""
 
 import json
 import os
@@ -15,8 +17,12 @@ SCRIPT = Path(__file__).with_name("compile_launches.py")
 
 def run_compiling(script: Path, *arguments: Any) -> Any:
     """What `script ARGUMENTS...` prints as JSON."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
-    result = subprocess.run([sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, env=environment)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": ":".join(sys.path)
+    }
+    result = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -3,8 +3,8 @@
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is a process for every core: threads of theirs would wait for each other, forty times as long as the work itself. NumPy's are counted
-    # when it is imported.
+    # There is a process for every core: threads of theirs would wait for each other, forty times as long as the work
+    # itself. NumPy's are counted when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tilewise import interpreter
@@ -25,7 +25,9 @@ BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-minutes", type=float, help="skip the tests marked slow that have not begun after so many minutes")
+    parser.addoption(
+        "--slow-minutes", type=float, help="skip the tests marked slow that have not begun after so many minutes"
+    )
 
 
 def pytest_collection_modifyitems(items):

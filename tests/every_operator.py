@@ -4,7 +4,9 @@ import torch
 
 
 def every_operator(make, cu):
-    """By name, positional and named arguments; `make` gives tensors, `cu` offsets of two sequences of 64 tokens in all."""
+    """By name, positional and named arguments; `make` gives tensors, `cu` offsets of two sequences of 64
+    tokens in all.
+    """
     q, k = make(1, 64, 4, 16), make(1, 64, 2, 16)
     k_cmp, gate = make(1, 7, 2, 16), make(1, 64, 4)
     indices = torch.zeros(1, 64, 2, 4, dtype=torch.int32, device=q.device)

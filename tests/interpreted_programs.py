@@ -1,4 +1,6 @@
-"""Programs that run on the CPU: a launch of a compiled kernel is an interpreted one that finds its tensors by their addresses."""
+"""Programs that run on the CPU: a launch of a compiled kernel is an interpreted one that finds its tensors by their
+addresses.
+"""
 
 import ctypes
 import weakref
@@ -61,7 +63,9 @@ class Interpreted:
             if isinstance(known, Slot):
                 arguments[name] = tensor(known, value)
             elif isinstance(known, Descriptor):
-                arguments[name] = Descriptor(tensor(known.base, value.data_ptr()), tuple(value.shape), tuple(value.strides), known.block_shape)
+                arguments[name] = Descriptor(
+                    tensor(known.base, value.data_ptr()), tuple(value.shape), tuple(value.strides), known.block_shape
+                )
             else:
                 arguments[name] = value
         launching.run_all([Launch(self._launch.kernel, grid, {name: plain(x) for name, x in arguments.items()})], CPU)

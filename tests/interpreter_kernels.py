@@ -1,4 +1,6 @@
-"""Kernels that show what Triton's interpreter makes of bf16; run by test_interpreter.py as `interpreter_kernels.py CHECK REPAIRED`."""
+"""Kernels that show what Triton's interpreter makes of bf16; run by test_interpreter.py as
+`interpreter_kernels.py CHECK REPAIRED`.
+"""
 
 import sys
 import threading
@@ -167,7 +169,9 @@ def main(check: str, repaired: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y, z = (torch.randn(SIZE, SIZE, generator=generator).bfloat16() for _ in range(3))
     want = expected(check, x, y, z)
-    out = torch.empty(want.shape, dtype=torch.float32 if check in ("dot", "range", "types", "warnings") else torch.bfloat16)
+    out = torch.empty(
+        want.shape, dtype=torch.float32 if check in ("dot", "range", "types", "warnings") else torch.bfloat16
+    )
     globals()[f"{check}_kernel"][(1,)](x, y, z, out, SIZE=SIZE)
     # Element-wise work agrees bit for bit; sums may differ in their order, a running sum in bf16 by one rounding.
     tolerance = {"dot": 1e-5, "range": 1e-6, "sum": 1e-6, "scan": 2**-8, "cumsum": 2**-8}.get(check, 0.0)

@@ -1,6 +1,7 @@
 """Native sparse attention's steps, written apart from the reference, each with ways to be wrong.
 
-Softmax over weighted keys, where a weight says how often a key counts; or, where each naming has a factor of its own, over all keys once a naming.
+Softmax over weighted keys, where a weight says how often a key counts; or, where each naming has a factor of its own,
+over all keys once a naming.
 """
 
 import itertools
@@ -9,7 +10,9 @@ import torch
 
 
 def weighted(q, k, v, weight, scale):
-    """Softmax over the keys, each as often as its weight says: q [B, T, H, D], weight [B, H, T, J] -> o, lse; in fp32."""
+    """Softmax over the keys, each as often as its weight says: q [B, T, H, D], weight [B, H, T, J] -> o,
+    lse; in fp32.
+    """
     group = q.shape[2] // k.shape[2]
     k, v = (x.float().repeat_interleave(group, 2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -33,19 +36,31 @@ def positions(tokens):
     return torch.arange(tokens)[:, None], torch.arange(tokens)
 
 
-def selected(q, k, v, block_indices, *, block_size, scale=None, cu_seqlens=None, return_lse=True, causal=True, once=True, shift=0):
+def selected(
+    q, k, v, block_indices, *, block_size, scale=None, cu_seqlens=None, return_lse=True, causal=True, once=True, shift=0
+):
     def one(q, k, v, indices):
         t, j = positions(q.shape[1])
-        named = (indices[..., None] + shift == j // block_size).sum(-2).transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+        named = (
+            (indices[..., None] + shift == j // block_size)
+            .sum(-2)
+            .transpose(1, 2)
+            .repeat_interleave(q.shape[2] // k.shape[2], 1)
+        )
         named = named.clamp(max=1) if once else named
         return weighted(q, k, v, (named * (j <= t) if causal else named).float(), scale)
 
     return one_by_one(one, cu_seqlens, q, k, v, block_indices)
 
 
-def compressed(q, k_cmp, v_cmp, *, compress_size, compress_stride, scale=None, cu_seqlens=None, return_lse=True, early=0):
+def compressed(
+    q, k_cmp, v_cmp, *, compress_size, compress_stride, scale=None, cu_seqlens=None, return_lse=True, early=0
+):
     def one(q, k_cmp, v_cmp):
-        ended = torch.arange(k_cmp.shape[1]) * compress_stride + compress_size - 1 - early <= torch.arange(q.shape[1])[:, None]
+        ended = (
+            torch.arange(k_cmp.shape[1]) * compress_stride + compress_size - 1 - early
+            <= torch.arange(q.shape[1])[:, None]
+        )
         return weighted(q, k_cmp, v_cmp, ended.float().expand(q.shape[0], q.shape[2], -1, -1), scale)
 
     if cu_seqlens is None:
@@ -78,7 +93,10 @@ def attend(
     each = fq.shape[1] // fmask.shape[1]
     t, j = positions(fq.shape[2])
     scores = fq.float() @ k.mT * fq.shape[-1] ** -0.5
-    parts, keeps = [scores], [((j // block_size == t // block_size) & (j <= t) & include_block_causal).expand(scores.shape)]
+    parts, keeps = (
+        [scores],
+        [((j // block_size == t // block_size) & (j <= t) & include_block_causal).expand(scores.shape)],
+    )
     before = torch.zeros_like(keeps[0])
     for slot in range(fmask.shape[-1]):
         index, mask = (x[..., slot, None].repeat_interleave(each, 1) for x in (selected_block_indices, fmask))

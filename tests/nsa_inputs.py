@@ -1,4 +1,6 @@
-"""Inputs of native sparse attention by name, small cases of it, and what a function makes of them: shared by its tests."""
+"""Inputs of native sparse attention by name, small cases of it, and what a function makes of them: shared
+by its tests.
+"""
 
 import torch
 
@@ -22,9 +24,24 @@ def random(*shapes, seed=0, dtype=torch.float32):
     return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def inputs(tokens=77, *, heads=4, kv_heads=2, channels=16, values=12, batch=2, packed=False, learned=False, gates=GATES, dtype=torch.float32):
+def inputs(
+    tokens=77,
+    *,
+    heads=4,
+    kv_heads=2,
+    channels=16,
+    values=12,
+    batch=2,
+    packed=False,
+    learned=False,
+    gates=GATES,
+    dtype=torch.float32,
+):
     """By name: q, k, v, the gates, and, where learned, k_cmp and v_cmp; packed: sequences of LENGTHS."""
-    rows, count = (sum(LENGTHS),) if packed else (batch, tokens), sum(map(windows, LENGTHS)) if packed else windows(tokens)
+    rows, count = (
+        (sum(LENGTHS),) if packed else (batch, tokens),
+        sum(map(windows, LENGTHS)) if packed else windows(tokens),
+    )
     of_windows = (count,) if packed else (batch, count)
     q, k, v, k_cmp, v_cmp = random(
         (*rows, heads, channels),
@@ -34,12 +51,16 @@ def inputs(tokens=77, *, heads=4, kv_heads=2, channels=16, values=12, batch=2, p
         (*of_windows, kv_heads, values),
         dtype=dtype,
     )
-    tensors = {"q": q, "k": k, "v": v} | {name: torch.sigmoid(x) for name, x in zip(gates, random(*[(*rows, heads)] * len(gates)), strict=True)}
+    tensors = {"q": q, "k": k, "v": v} | {
+        name: torch.sigmoid(x) for name, x in zip(gates, random(*[(*rows, heads)] * len(gates)), strict=True)
+    }
     return tensors | ({"k_cmp": k_cmp, "v_cmp": v_cmp} if learned else {})
 
 
 def differentiate(function, tensors):
-    """Outputs and gradients of the sum of finite outputs, each weighted by random numbers; a gradient that does not exist is 0."""
+    """Outputs and gradients of the sum of finite outputs, each weighted by random numbers; a gradient that does not
+    exist is 0.
+    """
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     outputs = function(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -55,19 +76,28 @@ def assert_close(actual, expected, tolerance=2e-5):
         finite = b.isfinite()
         largest = b[finite].abs().max().item() if finite.any() else 0.0
         torch.testing.assert_close(
-            a[finite].double(), b[finite].double(), rtol=0.0, atol=tolerance * max(largest, 1.0), msg=lambda text, i=i: f"{i}: {text}"
+            a[finite].double(),
+            b[finite].double(),
+            rtol=0.0,
+            atol=tolerance * max(largest, 1.0),
+            msg=lambda text, i=i: f"{i}: {text}",
         )
 
 
 def assert_right(function, tensors, tolerance=2e-5):
     """The CPU backend gives what the reference gives in fp64."""
-    truth = differentiate(lambda **x: function(**x, backend="reference"), {name: x.double() for name, x in tensors.items()})
+    truth = differentiate(
+        lambda **x: function(**x, backend="reference"), {name: x.double() for name, x in tensors.items()}
+    )
     assert_close(differentiate(lambda **x: function(**x, backend="cpu"), tensors), truth, tolerance)
 
 
 CASES = {
     "plain": {},
-    "defaults": {"tokens": 300, "options": {"compress_size": 32, "compress_stride": 16, "block_size": 64, "block_count": 3, "window_size": 100}},
+    "defaults": {
+        "tokens": 300,
+        "options": {"compress_size": 32, "compress_stride": 16, "block_size": 64, "block_count": 3, "window_size": 100},
+    },
     "one-head": {"heads": 1, "kv_heads": 1},
     "group-of-3": {"heads": 3, "kv_heads": 1},
     "no-groups": {"heads": 3, "kv_heads": 3},
@@ -117,7 +147,9 @@ def case(name):
 
 
 def attend_inputs(index_heads, tokens=45, slots=3, scaled=True):
-    q, k, v, sel_scale = random((2, 4, tokens, 16), (2, 2, tokens, 16), (2, 2, tokens, 12), (2, index_heads, tokens, slots))
+    q, k, v, sel_scale = random(
+        (2, 4, tokens, 16), (2, 2, tokens, 16), (2, 2, tokens, 12), (2, index_heads, tokens, slots)
+    )
     generator = torch.Generator().manual_seed(3)
     chosen = torch.randint(0, -(-tokens // 8), sel_scale.shape, generator=generator)
     mask = torch.rand(sel_scale.shape, generator=generator) < 0.7

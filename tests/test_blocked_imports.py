@@ -1,4 +1,6 @@
-"""Without triton the reference and CPU backends work, and without Gluon the portable kernels: each module is blocked in turn."""
+"""Without triton the reference and CPU backends work, and without Gluon the portable kernels: each module is blocked in
+turn.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,9 @@ SCRIPT = Path(__file__).parent / "blocked_imports.py"
 
 def run(blocked, *backends, **environment):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    done = subprocess.run([sys.executable, SCRIPT, blocked, *backends], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, blocked, *backends], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -40,4 +44,7 @@ def test_where_triton_lacks_gluon_too(blocked):
 
 def test_portable_kernels_are_inspected_without_gluon():
     said = run("triton.experimental.gluon", "tilewise", "cpu", TRITON_INTERPRET="0")
-    assert "inspected: ['flash_bwd_dkdv_kernel', 'flash_bwd_dq_kernel', 'flash_bwd_prepare_kernel', 'flash_fwd_kernel']" in said
+    assert (
+        "inspected: ['flash_bwd_dkdv_kernel', 'flash_bwd_dq_kernel', 'flash_bwd_prepare_kernel', 'flash_fwd_kernel']"
+        in said
+    )

@@ -61,7 +61,16 @@ def test_a_pass_prints_a_line_a_check_and_exits_with_0():
 
 def test_a_failure_prints_all_that_is_known_and_exits_with_1():
     outcome = invoke(
-        "flash", "--impl", f"{IMPLEMENTATIONS}:fails_from_17_tokens_on", "--config", "T=64,H=1", "--config", "T=5", "--dtype", "fp32", "--no-grad"
+        "flash",
+        "--impl",
+        f"{IMPLEMENTATIONS}:fails_from_17_tokens_on",
+        "--config",
+        "T=64,H=1",
+        "--config",
+        "T=5",
+        "--dtype",
+        "fp32",
+        "--no-grad",
     )
     assert outcome.exit_code == 1
     text = outcome.output
@@ -70,13 +79,25 @@ def test_a_failure_prints_all_that_is_known_and_exits_with_1():
     assert "max_rel_diff" in text
     assert "exceed rtol 0.001 and atol 0.0001" in text
     assert "looks like: only from row 16 on, of 64" in text
-    assert f"repeat: tilewise verify flash --config T=64,H=1 --dtype fp32 --impl {IMPLEMENTATIONS}:fails_from_17_tokens_on --no-grad" in text
+    assert (
+        f"repeat: tilewise verify flash --config T=64,H=1 --dtype fp32 --impl {IMPLEMENTATIONS}:fails_from_17_tokens_on"
+        " --no-grad" in text
+    )
     assert text.splitlines()[-1] == "FAIL: 1 of 2 checks failed"
 
 
 def test_fail_fast_stops():
     outcome = invoke(
-        "flash", "--impl", f"{IMPLEMENTATIONS}:fails_from_17_tokens_on", "--config", "T=64", "--config", "T=5", "--dtype", "fp32", "--fail-fast"
+        "flash",
+        "--impl",
+        f"{IMPLEMENTATIONS}:fails_from_17_tokens_on",
+        "--config",
+        "T=64",
+        "--config",
+        "T=5",
+        "--dtype",
+        "fp32",
+        "--fail-fast",
     )
     assert outcome.exit_code == 1
     assert "FAIL: 1 of 1 checks failed" in outcome.output

@@ -32,7 +32,17 @@ def find(subject):
 def test_it_looks_at_everything():
     subjects = [finding.subject for finding in doctor.examine()]
     assert subjects[:3] == ["python", "torch", "triton"]
-    assert {"rich", "numba", "kernels", "C compiler", "ptxas", "Triton's cache", "disk", "CPU", "mixed tile widths"} <= set(subjects)
+    assert {
+        "rich",
+        "numba",
+        "kernels",
+        "C compiler",
+        "ptxas",
+        "Triton's cache",
+        "disk",
+        "CPU",
+        "mixed tile widths",
+    } <= set(subjects)
     assert any(subject.startswith("GPU") for subject in subjects)
     assert len(subjects) == len(set(subjects))
 
@@ -108,7 +118,11 @@ def test_an_old_gpu_is_a_problem(monkeypatch):
 
 @pytest.mark.parametrize(
     ("code", "out", "error", "found"),
-    [(0, "0.0017\n", "", "right"), (0, "4.97\n", "", "miscompiles them"), (1, "", "CUDA error: an illegal memory access", "illegal memory access")],
+    [
+        (0, "0.0017\n", "", "right"),
+        (0, "4.97\n", "", "miscompiles them"),
+        (1, "", "CUDA error: an illegal memory access", "illegal memory access"),
+    ],
 )
 def test_the_sentinel(monkeypatch, code, out, error, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -119,7 +133,10 @@ def test_the_sentinel(monkeypatch, code, out, error, found):
     assert (finding.level == "ok") == (found == "right")
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="a GPU's compiler may well get it wrong: that is what it looks for")
+@pytest.mark.skipif(
+    "__import__('torch').cuda.is_available()",
+    reason="a GPU's compiler may well get it wrong: that is what it looks for",
+)
 def test_the_probe_is_right_where_nothing_is_miscompiled(device):
     assert mixed_widths_error(device) < 5e-3
 
@@ -127,7 +144,21 @@ def test_the_probe_is_right_where_nothing_is_miscompiled(device):
 STATE = dict(
     zip(
         nvidia_smi.STATE,
-        ("0", "570.1", "500", "143771", "1980", "1980", "3201", "45", "120.5", "700.00", "700.00", "Enabled", "Disabled"),
+        (
+            "0",
+            "570.1",
+            "500",
+            "143771",
+            "1980",
+            "1980",
+            "3201",
+            "45",
+            "120.5",
+            "700.00",
+            "700.00",
+            "Enabled",
+            "Disabled",
+        ),
         strict=True,
     )
 )
@@ -195,7 +226,9 @@ def test_what_this_process_holds_itself_is_no_finding(gpu, smi, monkeypatch):
     smi(answer(", ".join((STATE | {"memory.used": "20000"}).values()), apps=f"{os.getpid()}\\n"))
     assert levels(doctor_gpu.states())["GPU 0 memory"] == "ok"
     smi(answer(", ".join((STATE | {"memory.used": "30000"}).values()), apps=f"{os.getpid()}\\n71\\n"))
-    assert next(finding for finding in doctor_gpu.states() if "memory" in finding.subject).found.endswith("(processes on GPUs: 71)")
+    assert next(finding for finding in doctor_gpu.states() if "memory" in finding.subject).found.endswith(
+        "(processes on GPUs: 71)"
+    )
 
 
 @pytest.mark.parametrize("reasons", ["0x0000000000000001", "0x0000000000000000", "[N/A]"])
@@ -205,7 +238,15 @@ def test_an_idle_gpu_is_not_throttled(gpu, smi, reasons):
 
 
 @pytest.mark.parametrize(
-    "lines", ["exit 9", "echo no devices were found", "echo a,b,c", "printf '\\377\\376'", ":", "echo 'Failed to initialize NVML'; exit 255"]
+    "lines",
+    [
+        "exit 9",
+        "echo no devices were found",
+        "echo a,b,c",
+        "printf '\\377\\376'",
+        ":",
+        "echo 'Failed to initialize NVML'; exit 255",
+    ],
 )
 def test_an_nvidia_smi_that_says_nothing_is_a_note(gpu, smi, lines):
     smi(lines)
@@ -246,7 +287,10 @@ def test_a_ptxas_that_does_not_run(monkeypatch):
 
     monkeypatch.setattr(compiler, "get_ptxas", fail)
     assert doctor_gpu.ptxas() == Finding(
-        "ptxas", "does not run (RuntimeError)", "note", "kernels cannot be compiled: reinstall triton, or unset TRITON_PTXAS_PATH"
+        "ptxas",
+        "does not run (RuntimeError)",
+        "note",
+        "kernels cannot be compiled: reinstall triton, or unset TRITON_PTXAS_PATH",
     )
 
 
@@ -273,7 +317,10 @@ def test_variables_that_change_results_are_said_and_paths_are_not_repeated(monke
     monkeypatch.setenv("TILEWISE_BACKEND", "reference")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/somebody/cache")
     findings = list(doctor_machine.variables())
-    assert [(finding.subject, finding.found) for finding in findings] == [("TILEWISE_BACKEND", "reference"), ("TRITON_CACHE_DIR", "set to a path")]
+    assert [(finding.subject, finding.found) for finding in findings] == [
+        ("TILEWISE_BACKEND", "reference"),
+        ("TRITON_CACHE_DIR", "set to a path"),
+    ]
     assert all(finding.level == "note" and finding.advice for finding in findings)
 
 

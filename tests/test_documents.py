@@ -54,7 +54,9 @@ def test_every_make_target_of_the_readme_exists():
 
 
 def parts(name):
-    """What the two READMEs must share: code, inline code, levels of headings, numbers of each table, and links, but for those to each other."""
+    """What the two READMEs must share: code, inline code, levels of headings, numbers of each table, and links, but for
+    those to each other.
+    """
     text = read(name)
     prose = without_code(text)
     tables = [line for line in prose.splitlines() if line.startswith("|")]
@@ -87,12 +89,16 @@ def test_the_navigation_names_every_page_once():
             return [entry]
         return [leaf for below in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(below)]
 
-    assert sorted(leaves(yaml.safe_load(read("mkdocs.yml"))["nav"])) == [str(path.relative_to(ROOT / "docs")) for path in PAGES]
+    assert sorted(leaves(yaml.safe_load(read("mkdocs.yml"))["nav"])) == [
+        str(path.relative_to(ROOT / "docs")) for path in PAGES
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pages_render_as_they_are_meant(path):
-    """A blank line stands above each list and table, or mkdocs takes them for a part of the paragraph; pictures have words for those who see none."""
+    """A blank line stands above each list and table, or mkdocs takes them for a part of the paragraph; pictures have
+    words for those who see none.
+    """
     text = without_code(path.read_text(encoding="utf-8"))
     item, inside = r"(- |\d+\. |\|)", r"(- |\d+\. |\||  |$)"
     for above, line in pairwise(text.splitlines()):
@@ -111,7 +117,9 @@ def test_the_first_call_prints_what_the_page_shows():
 def test_the_api_page_has_every_public_name():
     modules = (tilewise, nn, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
     public = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
-    documented = [name for name in public if callable(getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]))]
+    documented = [
+        name for name in public if callable(getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]))
+    ]
     # A name for Tensor.cat, and classes of numbers that NumPy documents.
     others = {"mytorch.cat", "mytorch.bool_", "mytorch.float16", "mytorch.float32", "mytorch.float64", "mytorch.int64"}
     shown = re.findall(r"^::: (\S+)$", read("docs/api.md"), flags=re.M)

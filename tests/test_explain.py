@@ -207,7 +207,8 @@ def test_the_log_has_a_line_for_each_problem(on):
     heads = [line.split(";")[0].split(" ")[0] for line in lines]
     assert heads == ["flash_forward", "flash_backward", "flash_forward", "flash_backward", "flash_forward"]
     assert lines[0].startswith(
-        "flash_forward q fp32[1, 20, 2, 16] k fp32[1, 20, 1, 16] v fp32[1, 20, 1, 16]; backend triton on cpu; flash_fwd_kernel: M "
+        "flash_forward q fp32[1, 20, 2, 16] k fp32[1, 20, 1, 16] v fp32[1, 20, 1, 16]; backend triton on cpu;"
+        " flash_fwd_kernel: M "
     )
     assert lines[0].endswith("fp32: portable kernels")
     assert lines[2].endswith("backend cpu on cpu")

@@ -8,7 +8,15 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tilewise"
 MYTORCH = SOURCE.parent / "mytorch"
-WORKBENCH = ("tilewise.verify", "tilewise.trace", "tilewise.bench", "tilewise.inspect", "tilewise.cli", "tilewise.registry", "tilewise.doctor")
+WORKBENCH = (
+    "tilewise.verify",
+    "tilewise.trace",
+    "tilewise.bench",
+    "tilewise.inspect",
+    "tilewise.cli",
+    "tilewise.registry",
+    "tilewise.doctor",
+)
 OPS_MAY = ("torch", "triton", "tilewise")
 
 
@@ -39,7 +47,11 @@ def violations(path: Path, source: str) -> list[str]:
     if path.name.startswith("kernels") or "_tile" in path.parts:
         bad |= {m for m in modules if not under(m, "triton", "tilewise.ops._tile")}
     if path.name in ("reference.py", "simulate.py"):
-        bad |= {m for m in modules if under(m, "triton") or (under(m, "tilewise") and last(m, "kernels", "launch", "_tile", "cpu", "api"))}
+        bad |= {
+            m
+            for m in modules
+            if under(m, "triton") or (under(m, "tilewise") and last(m, "kernels", "launch", "_tile", "cpu", "api"))
+        }
     if path.name == "launch.py":
         bad |= {m for m in modules if under(m, "torch.autograd") or last(m, "api", "reference", "register")}
         bad |= {
@@ -63,7 +75,9 @@ def test_import_rules(path):
 
 
 def mytorch_violations(path: Path, source: str) -> list[str]:
-    """What a file of mytorch imports and must not: numba serves the parallel backend, torch, triton and tilewise the one on CUDA."""
+    """What a file of mytorch imports and must not: numba serves the parallel backend, torch, triton and tilewise the
+    one on CUDA.
+    """
     modules = {m for m in imports(source) if not under(m, "mytorch")}
     outside = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
     if path.parts[0] != "backends":

@@ -1,4 +1,7 @@
-"""Each repair of Triton's interpreter is needed, and works. Kernels are interpreted here: these tests are about the interpreter itself."""
+"""Each repair of Triton's interpreter is needed, and works.
+
+Kernels are interpreted here: these tests are about the interpreter itself.
+"""
 
 import os
 import subprocess
@@ -17,7 +20,9 @@ WRONG = ("arithmetic", "rounding", "fma", "dot", "sum", "scan", "constant", "whe
 
 def run(check: str, repaired: bool) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, str(KERNELS), check, str(int(repaired))], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, str(KERNELS), check, str(int(repaired))], capture_output=True, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("check", [*WRONG, "cumsum"])
@@ -53,7 +58,9 @@ def test_range_over_a_tensor_fails_without_the_repair():
 
 
 def test_types_that_are_kept_are_kept_apart():
-    """Blocks of one shape and of different elements, the same elements in different shapes, scalars, and sizes given as constants."""
+    """Blocks of one shape and of different elements, the same elements in different shapes, scalars, and sizes given as
+    constants.
+    """
     result = run("types", repaired=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "right"

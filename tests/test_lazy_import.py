@@ -8,7 +8,10 @@ import pytest
 
 def run(code: str, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **environment}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **environment},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -20,7 +23,10 @@ def test_importing_imports_neither_torch_nor_triton(module):
 
 
 def test_public_names_load_when_named():
-    assert run("import sys, tilewise; f = tilewise.flash_attention; print(f.__name__, 'torch' in sys.modules)") == "flash_attention True"
+    assert (
+        run("import sys, tilewise; f = tilewise.flash_attention; print(f.__name__, 'torch' in sys.modules)")
+        == "flash_attention True"
+    )
     assert "flash_attention" in run("import tilewise; print(dir(tilewise))")
 
 
@@ -31,16 +37,18 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_interpretation_is_chosen_before_triton_is_imported():
     code = (
-        "import sys, torch; torch.cuda.is_available = lambda: False\n"
-        "before = 'triton' in sys.modules\n"
-        "from tilewise import interpreter; on = interpreter.use_where_no_gpu()\n"
-        "from tilewise.ops._host.backend import interpreting; print(before, on, interpreter.interpreting(), interpreting())"
+        "import sys, torch; torch.cuda.is_available = lambda: False\nbefore = 'triton' in sys.modules\nfrom tilewise"
+        " import interpreter; on = interpreter.use_where_no_gpu()\nfrom tilewise.ops._host.backend import interpreting;"
+        " print(before, on, interpreter.interpreting(), interpreting())"
     )
     assert run(code) == "False True True True"
 
 
 def test_a_gpu_or_the_user_keeps_triton_compiling():
-    code = "import os, torch; torch.cuda.is_available = lambda: {gpu}\nfrom tilewise import interpreter; print(interpreter.use_where_no_gpu())"
+    code = (
+        "import os, torch; torch.cuda.is_available = lambda: {gpu}\nfrom tilewise import interpreter;"
+        " print(interpreter.use_where_no_gpu())"
+    )
     assert run(code.format(gpu=True)) == "False"
     assert run(code.format(gpu=False), TRITON_INTERPRET="0") == "False"
 

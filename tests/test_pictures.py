@@ -1,4 +1,6 @@
-"""The pictures of docs/ show what the references compute: a key that is moved changes a query's output exactly where the committed one says so."""
+"""The pictures of docs/ show what the references compute: a key that is moved changes a query's output exactly where
+the committed one says so.
+"""
 
 import base64
 import io
@@ -173,17 +175,27 @@ def test_hstu_masks(panel):
     assert (panels("hstu-masks")[panel] == seen).all()
 
 
-@pytest.mark.parametrize(("panel", "branch", "heads"), [(0, "g_cmp", (0, 3)), (1, "g_swa", (1, 2)), (2, "g_slc", (0, 1)), (3, "g_slc", (2, 3))])
+@pytest.mark.parametrize(
+    ("panel", "branch", "heads"),
+    [(0, "g_cmp", (0, 3)), (1, "g_swa", (1, 2)), (2, "g_slc", (0, 1)), (3, "g_slc", (2, 3))],
+)
 def test_bsa_blocks(panel, branch, heads):
     q, k, v, blocks = draw.bsa_inputs()
     gates = [torch.full(q.shape[:-1], float(name == branch), dtype=q.dtype) for name in BRANCHES]
     for head in heads:
-        # Layer norm takes out what all channels of a token share, so the channels of one head move by different amounts.
+        # Layer norm takes out what all channels of a token share, so the channels of one head move by different
+        # amounts.
         one = torch.zeros(draw.BSA_HEADS, 4, dtype=q.dtype)
         one[head] = torch.arange(1, 5)
 
         def attend(move, one=one):
             place = move[:, None, None] * one
-            return bsa.block_sparse_attn(q, k + 0.1 * place, v + 1e3 * place, v, *gates, **draw.BSA, block_indices=blocks)[0].abs().sum((0, 2, 3))
+            return (
+                bsa.block_sparse_attn(q, k + 0.1 * place, v + 1e3 * place, v, *gates, **draw.BSA, block_indices=blocks)[
+                    0
+                ]
+                .abs()
+                .sum((0, 2, 3))
+            )
 
         assert (panels("bsa-blocks")[panel] == changed(attend, draw.BSA_TOKENS)).all()

@@ -30,7 +30,9 @@ def run(project, *arguments):
     from importlib.metadata import entry_points
 
     installed = any(point.name == "tilewise" for point in entry_points(group="pytest11"))
-    return project.runpytest_subprocess("-p", "no:cacheprovider", *([] if installed else ["-p", "tilewise.pytest_plugin"]), *arguments)
+    return project.runpytest_subprocess(
+        "-p", "no:cacheprovider", *([] if installed else ["-p", "tilewise.pytest_plugin"]), *arguments
+    )
 
 
 def test_one_test_a_case_and_dtype(project):

@@ -14,12 +14,32 @@ import pytest
 pytest.importorskip("mkdocs", reason="the documentation's tools are not installed")
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data", "embed": "src"}
+SOURCES = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "object": "data",
+    "embed": "src",
+}
 
 
 def build(project, site):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(project / "mkdocs.yml"), "--site-dir", str(site)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(project / "mkdocs.yml"),
+        "--site-dir",
+        str(site),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +75,9 @@ def test_nothing_comes_from_elsewhere(site):
         page = Page(path)
         assert page.fetched
         assert [address for address in page.fetched if re.match(r"(https?:)?//", address)] == [], path
-        styles = " ".join(re.findall(r"<style.*?</style>|style=\"[^\"]*\"", path.read_text(encoding="utf-8"), flags=re.S))
+        styles = " ".join(
+            re.findall(r"<style.*?</style>|style=\"[^\"]*\"", path.read_text(encoding="utf-8"), flags=re.S)
+        )
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", styles), path
     for path in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", path.read_text(encoding="utf-8")), path
@@ -71,7 +93,9 @@ def test_every_link_leads_to_a_file_and_a_place_in_it(site):
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             assert target.exists(), f"{path}: {address}"
-            assert not parts.fragment or target not in pages or unquote(parts.fragment) in pages[target].ids, f"{path}: {address}"
+            assert not parts.fragment or target not in pages or unquote(parts.fragment) in pages[target].ids, (
+                f"{path}: {address}"
+            )
 
 
 @pytest.mark.slow

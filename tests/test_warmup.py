@@ -84,7 +84,9 @@ def test_a_second_warm_up_compiles_nothing(tmp_path, monkeypatch):
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.suffix}
 
     seen = []
-    first = tilewise.warmup("hstu", shapes=["lengths=64/30,D=16"], arch="sm_80", advanced=lambda *both: seen.append(both))
+    first = tilewise.warmup(
+        "hstu", shapes=["lengths=64/30,D=16"], arch="sm_80", advanced=lambda *both: seen.append(both)
+    )
     count = first.kernels
     assert count > 3
     assert (first.compiled, first.errors, seen[-1]) == (count, {}, (count, count))

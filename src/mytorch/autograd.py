@@ -31,7 +31,8 @@ def no_grad() -> Iterator[None]:
 
 
 def gives_new_memory(backward: Backward) -> Backward:
-    """Marks a `_backward` each of whose gradients is new memory that nothing else holds or sees: a leaf then keeps it without a copy.
+    """Marks a `_backward` each of whose gradients is new memory that nothing else holds or sees: a leaf then keeps it
+    without a copy.
 
     The mark is the method's, not the class's: a subclass that gives gradients of its own is not marked.
     """
@@ -40,9 +41,11 @@ def gives_new_memory(backward: Backward) -> Backward:
 
 
 class Function:
-    """The base of every operation. One instance is one application; options go into its constructor, tensors into `apply`.
+    """The base of every operation. One instance is one application; options go into its constructor, tensors into
+    `apply`.
 
-    To add an operation, implement `_forward` and `_backward` on arrays of `self.backend` (see `mytorch.backends.base.Backend`):
+    To add an operation, implement `_forward` and `_backward` on arrays of `self.backend` (see
+    `mytorch.backends.base.Backend`):
 
         class Square(Function):
             def _forward(self, x):
@@ -68,7 +71,9 @@ class Function:
         raise NotImplementedError(f"{type(self).__name__} must implement _forward(self, *arrays)")
 
     def _backward(self, grad: Array) -> Array | tuple[Array | None, ...] | None:
-        """The gradient of each input (None: none), from that of the result; shaped like the input or like what it was broadcast to."""
+        """The gradient of each input (None: none), from that of the result; shaped like the input or like what it was
+        broadcast to.
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement _backward(self, grad)")
 
     def save(self, *values: Any) -> None:
@@ -79,7 +84,10 @@ class Function:
     def saved(self) -> tuple[Any, ...]:
         """What `save` kept."""
         if self._saved is None:
-            raise RuntimeError(f"{type(self).__name__}'s saved inputs were released: run the forward pass again before another backward")
+            raise RuntimeError(
+                f"{type(self).__name__}'s saved inputs were released: run the forward pass again before another"
+                " backward"
+            )
         return self._saved
 
     def release_saved_inputs(self) -> None:
@@ -90,14 +98,21 @@ class Function:
         """Run the operation, and record it where a gradient may be asked for."""
         for x in inputs:
             if not isinstance(x, mytorch.Tensor):
-                raise TypeError(f"{type(self).__name__} takes tensors, not {type(x).__name__}: wrap data with Tensor.create")
+                raise TypeError(
+                    f"{type(self).__name__} takes tensors, not {type(x).__name__}: wrap data with Tensor.create"
+                )
             if x._device is not inputs[0]._device:
                 where = ", ".join(f"{list(x.shape)} on {x.device}" for x in inputs)
-                raise ValueError(f"{type(self).__name__} needs tensors on one device, got {where}: move them with .to(device)")
+                raise ValueError(
+                    f"{type(self).__name__} needs tensors on one device, got {where}: move them with .to(device)"
+                )
         if not inputs:
             raise ValueError(f"{type(self).__name__} needs tensors, got none")
         if "backend" in self.__dict__:
-            raise RuntimeError(f"this {type(self).__name__} has been applied already: make another, for each holds what its own backward needs")
+            raise RuntimeError(
+                f"this {type(self).__name__} has been applied already: make another, for each holds what its own"
+                " backward needs"
+            )
         device = inputs[0]._device
         self.backend = backend = backends.of(device)
         recording = _recording.get()
@@ -112,17 +127,27 @@ class Function:
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """The gradient of each input, in its own shape and type: broadcasting is undone here, for every operation."""
         if self._saved is None:
-            raise RuntimeError(f"the graph through {type(self).__name__} was freed by an earlier backward: run the forward pass again")
+            raise RuntimeError(
+                f"the graph through {type(self).__name__} was freed by an earlier backward: run the forward pass again"
+            )
         if tuple([x._version for x in self.inputs]) != self._versions:
             raise RuntimeError(
-                f"an input of {type(self).__name__} was changed after it ran (by an optimiser's step, load_state_dict or its pointer): its gradient "
-                "would be wrong. Go back through every graph before the change, or run the forward pass again"
+                f"an input of {type(self).__name__} was changed after it ran (by an optimiser's step, load_state_dict"
+                " or its pointer): its gradient would be wrong. Go back through every graph before the change, or run"
+                " the forward pass again"
             )
         found = self._backward(grad)
         gradients = found if isinstance(found, tuple) else (found,)
         if len(gradients) != len(self.inputs):
-            raise RuntimeError(f"{type(self).__name__}._backward gave {len(gradients)} gradients for {len(self.inputs)} inputs")
-        return tuple([self._fitted(g, x) if need and g is not None else None for g, x, need in zip(gradients, self.inputs, self.needs, strict=True)])
+            raise RuntimeError(
+                f"{type(self).__name__}._backward gave {len(gradients)} gradients for {len(self.inputs)} inputs"
+            )
+        return tuple(
+            [
+                self._fitted(g, x) if need and g is not None else None
+                for g, x, need in zip(gradients, self.inputs, self.needs, strict=True)
+            ]
+        )
 
     def _fitted(self, grad: Array, x: Tensor) -> Array:
         """A gradient summed over the axes along which x was repeated, in x's type."""
@@ -132,7 +157,10 @@ class Function:
         if shape != x.shape:
             axes = repeated_axes(x.shape, shape)
             if axes is None:
-                raise RuntimeError(f"{type(self).__name__}._backward gave a gradient of shape {list(shape)} for an input of shape {list(x.shape)}")
+                raise RuntimeError(
+                    f"{type(self).__name__}._backward gave a gradient of shape {list(shape)} for an input of shape"
+                    f" {list(x.shape)}"
+                )
             grad = self.backend.reshape(self.backend.sum(grad, axes, True), x.shape)
         return self.backend.cast(grad, x.dtype)
 
@@ -146,7 +174,9 @@ def repeated_axes(narrow: Shape, broad: Shape) -> Shape | None:
 
 
 def _sorted(root: Function) -> list[Function]:
-    """The operations that root's result came from, each before those that its inputs came from; without recursion, for graphs may be deep."""
+    """The operations that root's result came from, each before those that its inputs came from; without recursion, for
+    graphs may be deep.
+    """
     order: list[Function] = []
     seen = {root}
     stack = [(root, iter(root.inputs))]

@@ -22,7 +22,9 @@ def is_float(dtype: DType) -> bool:
 
 
 def promote(*dtypes: DType) -> DType:
-    """The type of what is computed from several tensors: the one that stands last in bool, int64, float16, float32, float64."""
+    """The type of what is computed from several tensors: the one that stands last in bool, int64, float16, float32,
+    float64.
+    """
     return max(dtypes, key=ORDER.index)
 
 
@@ -41,4 +43,8 @@ def supported(data: Any, dtype: Any = None) -> np.ndarray:
         return x.astype(check(dtype))
     if x.dtype.kind in "iu":
         return x.astype(np.int64)
-    return x.astype(np.float32) if x.dtype.kind == "f" and not isinstance(data, np.ndarray | np.generic) else x.astype(check(x.dtype), copy=False)
+    return (
+        x.astype(np.float32)
+        if x.dtype.kind == "f" and not isinstance(data, np.ndarray | np.generic)
+        else x.astype(check(x.dtype), copy=False)
+    )

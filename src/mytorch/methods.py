@@ -1,4 +1,6 @@
-"""The methods of a tensor that take more than one element at a time: reductions, arrangement, matrices, rows, images, attention."""
+"""The methods of a tensor that take more than one element at a time: reductions, arrangement, matrices, rows, images,
+attention.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ def spread(numbers: tuple[Any, ...]) -> tuple[int, ...]:
 def one_float_type(what: str, *tensors: Tensor) -> None:
     """Refuse tensors of several types or of integers where a backend takes one floating-point type."""
     if len({x.dtype for x in tensors}) > 1 or not dtypes.is_float(tensors[0].dtype):
-        raise TypeError(f"{what} wants one floating-point type, got {', '.join(str(x.dtype) for x in tensors)}: convert with astype")
+        raise TypeError(
+            f"{what} wants one floating-point type, got {', '.join(str(x.dtype) for x in tensors)}: convert with astype"
+        )
 
 
 def numbered(what: str, table: Tensor, numbers: Tensor, count: int) -> None:
-    """Refuse numbers that are no int64 in 0 .. count - 1. On CUDA asking would wait for the device: there they give NaN, where the table has it."""
+    """Refuse numbers that are no int64 in 0 .. count - 1.
+
+    On CUDA asking would wait for the device: there they give NaN, where the table has it.
+    """
     if numbers.dtype != dtypes.int64:
         raise TypeError(f"{what} takes int64 numbers, not {numbers.dtype}")
     if numbers.size and (numbers.device is Device.CPU or not dtypes.is_float(table.dtype)):
@@ -109,8 +116,13 @@ class Methods:
         """`x[key]`: integers, slices of positive step, and one ellipsis."""
         given = key if isinstance(key, tuple) else (key,)
         for part in given:
-            if not (part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))):
-                raise TypeError(f"a tensor is indexed by integers and slices, not by {type(part).__name__}: see gather and embedding")
+            if not (
+                part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
+            ):
+                raise TypeError(
+                    f"a tensor is indexed by integers and slices, not by {type(part).__name__}: see gather and"
+                    " embedding"
+                )
             if isinstance(part, slice) and part.step is not None and part.step < 1:
                 raise ValueError(f"slices step forward, not by {part.step}")
         if given.count(Ellipsis) > 1:
@@ -123,7 +135,9 @@ class Methods:
         for i, (part, n) in enumerate(zip(whole, self.shape, strict=True)):
             if isinstance(part, int) and not -n <= part < n:
                 raise IndexError(f"index {part} is outside axis {i}, which has {n}")
-        return shape.Slice(tuple(p % n if isinstance(p, int) else p for p, n in zip(whole, self.shape, strict=True))).apply(self)
+        return shape.Slice(
+            tuple(p % n if isinstance(p, int) else p for p, n in zip(whole, self.shape, strict=True))
+        ).apply(self)
 
     __getitem__ = slice
 
@@ -134,21 +148,27 @@ class Methods:
             raise ValueError("cat() wants at least one tensor")
         (found,) = reduce.axes_of(axis, len(tensors[0].shape))
         if len({(x.shape[:found], x.shape[found + 1 :]) for x in tensors}) != 1:
-            raise ValueError(f"cat() along axis {axis} wants the other axes equal, got {', '.join(str(list(x.shape)) for x in tensors)}")
+            raise ValueError(
+                f"cat() along axis {axis} wants the other axes equal, got"
+                f" {', '.join(str(list(x.shape)) for x in tensors)}"
+            )
         dtype = dtypes.promote(*(x.dtype for x in tensors))
         return shape.Cat(found).apply(*(x.astype(dtype) for x in tensors))
 
     # By number.
 
     def gather(self: Any, axis: int, numbers: Tensor) -> Tensor:
-        """One element along an axis for each number, which stand in a tensor of as many axes, nowhere longer but along that axis."""
+        """One element along an axis for each number, which stand in a tensor of as many axes, nowhere longer but along
+        that axis.
+        """
         (found,) = reduce.axes_of(axis, len(self.shape))
         fits = len(numbers.shape) == len(self.shape) and all(
             i == found or a <= b for i, (a, b) in enumerate(zip(numbers.shape, self.shape, strict=True))
         )
         if not fits:
             raise ValueError(
-                f"gather along axis {axis} of {list(self.shape)} wants numbers of that shape but for the axis, got {list(numbers.shape)}"
+                f"gather along axis {axis} of {list(self.shape)} wants numbers of that shape but for the axis, got"
+                f" {list(numbers.shape)}"
             )
         numbered("gather", self, numbers, self.shape[found])
         return index.Gather(found).apply(self, numbers)
@@ -161,13 +181,17 @@ class Methods:
     # Matrices.
 
     def matmul(self: Any, other: Tensor) -> Tensor:
-        """`[..., M, K] @ [..., K, N]` with leading axes broadcast; a vector counts as one row on the left, one column on the right."""
+        """`[..., M, K] @ [..., K, N]` with leading axes broadcast; a vector counts as one row on the left, one column
+        on the right.
+        """
         if not self.shape or not other.shape:
             raise ValueError("matmul wants at least one axis on both sides")
         x = self.reshape(1, -1) if len(self.shape) == 1 else self
         y = other.reshape(-1, 1) if len(other.shape) == 1 else other
         if x.shape[-1] != y.shape[-2]:
-            raise ValueError(f"matmul of {list(self.shape)} and {list(other.shape)}: {x.shape[-1]} columns meet {y.shape[-2]} rows")
+            raise ValueError(
+                f"matmul of {list(self.shape)} and {list(other.shape)}: {x.shape[-1]} columns meet {y.shape[-2]} rows"
+            )
         dtype = dtypes.promote(x.dtype, y.dtype)
         out = matrix.MatMul().apply(x.astype(dtype), y.astype(dtype))
         if len(self.shape) == 1:
@@ -180,7 +204,11 @@ class Methods:
         """`self [..., K] @ weight [K, N] + bias [N]`, in one operation."""
         given = (weight,) if bias is None else (weight, bias)
         one_float_type("linear", self, *given)
-        right = len(weight.shape) == 2 and self.shape[-1:] == weight.shape[:1] and (bias is None or bias.shape == weight.shape[1:])
+        right = (
+            len(weight.shape) == 2
+            and self.shape[-1:] == weight.shape[:1]
+            and (bias is None or bias.shape == weight.shape[1:])
+        )
         if not right:
             shapes = ", ".join(str(list(x.shape)) for x in (self, *given))
             raise ValueError(f"linear wants x [..., K], weight [K, N] and bias [N], got {shapes}")
@@ -206,7 +234,10 @@ class Methods:
         """Mean 0 and variance 1 along the last axis, times a weight, plus a bias, both as long as that axis."""
         one_float_type("layer_norm", self, weight, bias)
         if not self.shape or weight.shape != self.shape[-1:] or bias.shape != self.shape[-1:]:
-            raise ValueError(f"layer_norm of {list(self.shape)} wants weight and bias {list(self.shape[-1:])}, got {weight.shape} and {bias.shape}")
+            raise ValueError(
+                f"layer_norm of {list(self.shape)} wants weight and bias {list(self.shape[-1:])}, got {weight.shape}"
+                f" and {bias.shape}"
+            )
         return rows.LayerNorm(eps).apply(self, weight, bias)
 
     # Images.
@@ -216,12 +247,19 @@ class Methods:
         given = (weight,) if bias is None else (weight, bias)
         one_float_type("conv2d", self, *given)
         steps, border = pair(stride, "stride", 1), pair(padding, "padding", 0)
-        right = len(self.shape) == len(weight.shape) == 4 and self.shape[1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+        right = (
+            len(self.shape) == len(weight.shape) == 4
+            and self.shape[1] == weight.shape[1]
+            and (bias is None or bias.shape == weight.shape[:1])
+        )
         if not right:
             shapes = ", ".join(str(list(x.shape)) for x in (self, *given))
             raise ValueError(f"conv2d wants images [B, C, H, W], weight [O, C, h, w] and bias [O], got {shapes}")
         if any(n + 2 * p < m for n, p, m in zip(self.shape[2:], border, weight.shape[2:], strict=True)):
-            raise ValueError(f"a window of {list(weight.shape[2:])} does not fit into {list(self.shape[2:])} with padding {list(border)}")
+            raise ValueError(
+                f"a window of {list(weight.shape[2:])} does not fit into {list(self.shape[2:])} with padding"
+                f" {list(border)}"
+            )
         return image.Conv2D(steps, border).apply(self, *given)
 
     def max_pool2d(self: Any, size: Pair, stride: Pair | None = None) -> Tensor:
@@ -229,13 +267,18 @@ class Methods:
         window = pair(size, "size", 1)
         steps = window if stride is None else pair(stride, "stride", 1)
         if len(self.shape) != 4 or any(n < m for n, m in zip(self.shape[2:], window, strict=True)):
-            raise ValueError(f"max_pool2d of size {list(window)} wants images [B, C, H, W] no smaller than that, got {list(self.shape)}")
+            raise ValueError(
+                f"max_pool2d of size {list(window)} wants images [B, C, H, W] no smaller than that, got"
+                f" {list(self.shape)}"
+            )
         return image.MaxPool2D(window, steps).apply(self)
 
     # Attention.
 
     def attention(self: Any, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-        """This as queries `[B, Tq, Hq, D]` over keys `[B, Tk, Hk, D]` and values `[B, Tk, Hk, Dv]`; Hq is a multiple of Hk, scale 1/sqrt(D)."""
+        """This as queries `[B, Tq, Hq, D]` over keys `[B, Tk, Hk, D]` and values `[B, Tk, Hk, Dv]`; Hq is a multiple of
+        Hk, scale 1/sqrt(D).
+        """
         one_float_type("attention", self, k, v)
         right = (
             len(self.shape) == len(k.shape) == len(v.shape) == 4
@@ -248,5 +291,8 @@ class Methods:
         )
         if not right:
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", self), ("k", k), ("v", v)))
-            raise ValueError(f"attention wants q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], Hq a multiple of Hk, D above 0, got {shapes}")
+            raise ValueError(
+                "attention wants q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], Hq a multiple of Hk, D above"
+                f" 0, got {shapes}"
+            )
         return attention.Attention(causal, self.shape[3] ** -0.5 if scale is None else scale).apply(self, k, v)

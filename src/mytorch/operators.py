@@ -25,13 +25,21 @@ class Operators:
     __array_ufunc__ = None
 
     def _pair(self: Any, other: Any, divides: bool = False) -> tuple[Tensor, Tensor]:
-        """This and another, of one type: a Python number takes the tensor's, but a float makes integers fp32, as division does."""
+        """This and another, of one type: a Python number takes the tensor's, but a float makes integers fp32, as
+        division does.
+        """
         if not isinstance(other, Operators):
             if isinstance(other, np.generic):
                 other = other.item()
             if not isinstance(other, int | float):
                 raise TypeError(f"a tensor combines with tensors and numbers, not with {type(other).__name__}")
-            kind = dtypes.float32 if isinstance(other, float) else dtypes.bool_ if isinstance(other, bool) else dtypes.int64
+            kind = (
+                dtypes.float32
+                if isinstance(other, float)
+                else dtypes.bool_
+                if isinstance(other, bool)
+                else dtypes.int64
+            )
             dtype = self.dtype if dtypes.is_float(self.dtype) else dtypes.promote(self.dtype, kind)
             other = type(self)._wrap(self._backend.full((), other, dtype), self._device)
         dtype = dtypes.promote(self.dtype, other.dtype)
@@ -42,7 +50,8 @@ class Operators:
                 np.broadcast_shapes(self.shape, other.shape)
             except ValueError:
                 raise ValueError(
-                    f"shapes {list(self.shape)} and {list(other.shape)} do not broadcast: each axis, from the last, must be equal or 1"
+                    f"shapes {list(self.shape)} and {list(other.shape)} do not broadcast: each axis, from the last,"
+                    " must be equal or 1"
                 ) from None
         return self.astype(dtype), other.astype(dtype)
 
@@ -102,7 +111,9 @@ class Operators:
 
     def __bool__(self: Any) -> bool:
         if self.size != 1:
-            raise ValueError(f"{self.size} elements are not true or false together: say which with max(), or sum() == size")
+            raise ValueError(
+                f"{self.size} elements are not true or false together: say which with max(), or sum() == size"
+            )
         return bool(self.item())
 
     add, sub, mul, div, pow, neg = __add__, __sub__, __mul__, __truediv__, __pow__, __neg__

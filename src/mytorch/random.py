@@ -1,4 +1,6 @@
-"""One source of random numbers, on the host: the same seed gives the same tensors on every device, but for what dropout drops."""
+"""One source of random numbers, on the host: the same seed gives the same tensors on every device, but for what dropout
+drops.
+"""
 
 import numpy as np
 

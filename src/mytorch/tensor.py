@@ -19,7 +19,10 @@ from mytorch.ops import elementwise
 
 
 class Tensor(Operators, Methods):
-    """A multi-dimensional array on a device, which may ask for its gradient. Made by its static methods, not by calling the class."""
+    """A multi-dimensional array on a device, which may ask for its gradient.
+
+    Made by its static methods, not by calling the class.
+    """
 
     _data: Array
     _device: Device
@@ -30,7 +33,9 @@ class Tensor(Operators, Methods):
     _version: int
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, not by calling Tensor")
+        raise TypeError(
+            "a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, not by calling Tensor"
+        )
 
     @staticmethod
     def _wrap(data: Array, device: Device, requires_grad: bool = False, node: Function | None = None) -> Tensor:
@@ -50,15 +55,25 @@ class Tensor(Operators, Methods):
 
     @staticmethod
     def create(
-        data: Any, shape: Sequence[int] | None = None, requires_grad: bool = False, *, dtype: Any = None, device: Device = Device.CPU
+        data: Any,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        *,
+        dtype: Any = None,
+        device: Device = Device.CPU,
     ) -> Tensor:
-        """A copy of numbers, nested lists or a NumPy array, under a shape of as many elements. Python's floats become fp32."""
+        """A copy of numbers, nested lists or a NumPy array, under a shape of as many elements.
+
+        Python's floats become fp32.
+        """
         if isinstance(data, Tensor):
             data = data.numpy()
         array = dtypes.supported(data, dtype)
         if shape is not None:
             if math.prod(shape) != array.size:
-                raise ValueError(f"{array.size} numbers do not fill the shape {list(shape)}, which has {math.prod(shape)}")
+                raise ValueError(
+                    f"{array.size} numbers do not fill the shape {list(shape)}, which has {math.prod(shape)}"
+                )
             array = array.reshape(tuple(shape))
         return Tensor._leaf(backends.of(device).from_numpy(array), device, requires_grad)
 
@@ -70,22 +85,32 @@ class Tensor(Operators, Methods):
         return Tensor.create(array, None, requires_grad, device=device)
 
     @staticmethod
-    def zeros(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+    def zeros(
+        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+    ) -> Tensor:
         """All 0."""
         return Tensor._leaf(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
-    def ones(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+    def ones(
+        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+    ) -> Tensor:
         """All 1."""
         return Tensor._leaf(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
-    def randn(shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU) -> Tensor:
+    def randn(
+        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+    ) -> Tensor:
         """Normal numbers of mean 0 and variance 1; `mytorch.manual_seed` decides which, on every device the same."""
-        return Tensor.create(random.generator().standard_normal(tuple(shape)), None, requires_grad, dtype=dtype, device=device)
+        return Tensor.create(
+            random.generator().standard_normal(tuple(shape)), None, requires_grad, dtype=dtype, device=device
+        )
 
     @staticmethod
-    def arange(start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None, device: Device = Device.CPU) -> Tensor:
+    def arange(
+        start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None, device: Device = Device.CPU
+    ) -> Tensor:
         """From start (0 where one number is given) up to stop, which is left out: int64 for integers, else fp32."""
         found = np.arange(0 if stop is None else start, start if stop is None else stop, step)
         if dtype is None:
@@ -136,8 +161,8 @@ class Tensor(Operators, Methods):
             return
         if (grad.device, grad.shape, grad.dtype) != (self.device, self.shape, self.dtype):
             raise ValueError(
-                f"a gradient must be like its tensor: expected shape {list(self.shape)} on {self.device} in {self.dtype}, "
-                f"got {list(grad.shape)} on {grad.device} in {grad.dtype}"
+                f"a gradient must be like its tensor: expected shape {list(self.shape)} on {self.device} in"
+                f" {self.dtype}, got {list(grad.shape)} on {grad.device} in {grad.dtype}"
             )
         self._grad = Tensor._wrap(self._backend.copy(grad._data), self._device)
 
@@ -162,16 +187,23 @@ class Tensor(Operators, Methods):
         return self._backend.data_ptr(self._data)
 
     def mutable_data_ptr(self) -> int:
-        """The address of the first element, to write to; refused where elements share memory. A graph that needs what was there is then refused."""
+        """The address of the first element, to write to; refused where elements share memory.
+
+        A graph that needs what was there is then refused.
+        """
         if any(stride == 0 and n > 1 for stride, n in zip(self.strides, self.shape, strict=True)):
-            raise ValueError(f"several elements of this tensor share memory (strides {list(self.strides)}): copy it before writing")
+            raise ValueError(
+                f"several elements of this tensor share memory (strides {list(self.strides)}): copy it before writing"
+            )
         if self._node is not None:
             raise ValueError("this tensor is the result of a recorded operation, which may need it: write to a copy")
         self._version += 1
         return self._backend.data_ptr(self._data)
 
     def to(self, device: Device) -> Tensor:
-        """On another device, with the same shape and requires_grad, as a tensor of its own; on the same device, itself."""
+        """On another device, with the same shape and requires_grad, as a tensor of its own; on the same
+        device, itself.
+        """
         if device is self._device:
             return self
         return Tensor._wrap(backends.of(device).from_numpy(self.numpy()), device, self._requires_grad)
@@ -188,7 +220,13 @@ class Tensor(Operators, Methods):
     def __repr__(self) -> str:
         numbers = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", precision=4, threshold=64)
         extra = f", dtype={self.dtype}" + (f", device={self.device}" if self.device is not Device.CPU else "")
-        extra += f", node={type(self._node).__name__}" if self._node else ", requires_grad=True" if self._requires_grad else ""
+        extra += (
+            f", node={type(self._node).__name__}"
+            if self._node
+            else ", requires_grad=True"
+            if self._requires_grad
+            else ""
+        )
         return f"Tensor({numbers}, shape={list(self.shape)}{extra})"
 
     def __len__(self) -> int:
@@ -202,16 +240,27 @@ class Tensor(Operators, Methods):
     # Gradients.
 
     def backward(self, grad: Tensor | None = None) -> None:
-        """Add to `grad` of every leaf this was computed from; without an argument, for one element, whose gradient is 1. Frees the graph."""
+        """Add to `grad` of every leaf this was computed from; without an argument, for one element, whose gradient is
+        1. Frees the graph.
+        """
         if not self._requires_grad:
-            raise RuntimeError("this tensor requires no gradient, and nothing it was computed from does: give a leaf requires_grad=True")
+            raise RuntimeError(
+                "this tensor requires no gradient, and nothing it was computed from does: give a leaf"
+                " requires_grad=True"
+            )
         if grad is None:
             if self.size != 1:
-                raise ValueError(f"backward() without a gradient wants one element, and there are {self.size}: give a gradient of its shape")
+                raise ValueError(
+                    f"backward() without a gradient wants one element, and there are {self.size}: give a gradient of"
+                    " its shape"
+                )
             run_backward(self, self._backend.full(self.shape, 1, self.dtype))
             return
         if grad.device is not self.device or grad.shape != self.shape:
-            raise ValueError(f"expected a gradient of shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on {grad.device}")
+            raise ValueError(
+                f"expected a gradient of shape {list(self.shape)} on {self.device}, got {list(grad.shape)} on"
+                f" {grad.device}"
+            )
         run_backward(self, self._backend.cast(grad._data, self.dtype))
 
     def _accumulate(self, grad: Array, new: bool = False) -> None:

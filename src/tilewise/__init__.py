@@ -1,7 +1,7 @@
 """Attention kernels people can trust, tile by tile.
 
-The operators are loaded when they are first named: `import tilewise` imports neither torch nor triton, so that the command line and the
-tests can choose how Triton runs before it is imported.
+The operators are loaded when they are first named: `import tilewise` imports neither torch nor triton, so that the
+command line and the tests can choose how Triton runs before it is imported.
 """
 
 import importlib

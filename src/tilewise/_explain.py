@@ -38,8 +38,10 @@ class Explanation:
         forward: the kernels in order, those that are launched alike once, with how often: `name`, `grid`, `block_m`,
             `block_n`, `warps`, `stages`, `tma`, `gluon`, `times`.
         backward: the same; None where no tensor requires a gradient.
-        reasons: why faster kernels, or faster ways to read tensors, were not taken: `backward of D 192: portable kernels`.
-        forward_bytes: the most memory that the forward holds at a time beside what it returns or keeps for the backward.
+        reasons: why faster kernels, or faster ways to read tensors, were not taken:
+            `backward of D 192: portable kernels`.
+        forward_bytes: the most memory that the forward holds at a time beside what it returns or keeps for the
+            backward.
         backward_bytes: the same of the backward, beside gradients.
     """
 
@@ -56,7 +58,9 @@ class Explanation:
 
     def __str__(self) -> str:
         where = "" if self.architecture is None else f", tiles of sm_{self.architecture}"
-        lines = [f"{self.function}: backend {self.backend} ({self.why}){where}{', interpreted' if self.interpreted else ''}"]
+        lines = [
+            f"{self.function}: backend {self.backend} ({self.why}){where}{', interpreted' if self.interpreted else ''}"
+        ]
         if self.backend in WITHOUT_KERNELS:
             return "\n".join([*lines, f"  {WITHOUT_KERNELS[self.backend]}"])
         for name, kernels, size in (
@@ -66,7 +70,9 @@ class Explanation:
             if kernels is None:
                 lines.append(f"  {name}: no tensor requires a gradient")
             else:
-                lines += [f"  {name}, {_size(size)} of temporary memory:" if kernels else f"  {name}: nothing to launch"]
+                lines += [
+                    f"  {name}, {_size(size)} of temporary memory:" if kernels else f"  {name}: nothing to launch"
+                ]
                 lines += _lines(kernels)
         return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])
 

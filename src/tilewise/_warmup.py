@@ -15,14 +15,17 @@ from typing import Any
 
 from tilewise.ops._host.jobs import VARIABLE, jobs
 
-# Kernels that a process compiles at a time: Triton holds Python's lock for a fifth of a compilation, so one process fills about five cores.
+# Kernels that a process compiles at a time: Triton holds Python's lock for a fifth of a compilation, so one process
+# fills about five cores.
 JOBS_EACH = 4
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass
 class Warmed:
-    """What a warm-up did: kernels there are, how many of them were compiled and not found in the cache, and what failed, by kernel."""
+    """What a warm-up did: kernels there are, how many of them were compiled and not found in the cache, and what
+    failed, by kernel.
+    """
 
     kernels: int = 0
     compiled: int = 0
@@ -43,14 +46,16 @@ def warmup(
 
     Args:
         operators: `flash`, `nsa`, `hstu`, `bsa`, ..., as `tilewise verify --list` names them.
-        shapes: problems, each a case's name or written out, such as `B=1,T=4096,H=16,Hk=4,D=128,causal`; by default the operator's standard cases.
+        shapes: problems, each a case's name or written out, such as `B=1,T=4096,H=16,Hk=4,D=128,causal`; by default the
+            operator's standard cases.
         dtypes: some of `bf16`, `fp16` and `fp32`.
         arch: such as `sm_90`; by default that of the current GPU. No GPU is needed where it is given.
         forward_only: leave the backward out.
         advanced: called with how many kernels are done, and how many there are.
 
-    Kernels are compiled by processes of their own, in parallel (TILEWISE_COMPILE_JOBS), into the cache of this user (TRITON_CACHE_DIR). They serve
-    the same build of Triton, on the same kind of CPU. What makes another variant of a kernel: docs/launch.md.
+    Kernels are compiled by processes of their own, in parallel (TILEWISE_COMPILE_JOBS), into the cache of this user
+    (TRITON_CACHE_DIR). They serve the same build of Triton, on the same kind of CPU. What makes another variant of a
+    kernel: docs/launch.md.
     """
     if not operators:
         raise ValueError("no operator is named: expected at least one, such as flash")
@@ -112,12 +117,15 @@ class _Run:
     def _serve(self, share: int) -> None:
         """One process, until it ends."""
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        # What this process can import the other can, from wherever either is started. It needs no GPU, so it takes no memory there.
+        # What this process can import the other can, from wherever either is started. It needs no GPU, so it takes no
+        # memory there.
         paths = os.pathsep.join(str(Path(place).resolve()) for place in sys.path)
         environment |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", VARIABLE: str(share)}
         command = [sys.executable, "-m", "tilewise._warmup_worker"]
         with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
             ended = False
             try:
                 assert process.stdin is not None

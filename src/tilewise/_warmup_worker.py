@@ -1,8 +1,9 @@
-"""A process that compiles what an operator launches, into Triton's cache: `python -m tilewise._warmup_worker`, which `tilewise.warmup` starts.
+"""A process that compiles what an operator launches, into Triton's cache: `python -m tilewise._warmup_worker`, which
+`tilewise.warmup` starts.
 
-It reads a line of JSON that says what is wanted, and answers line by line. It ends with whoever started it. No GPU is used: a driver that is none
-tells Triton which architecture to compile for, so the cache's keys are those of a call on such a GPU. Several of these processes share the work by
-the lock files of `tilewise.ops._host.compiling`.
+It reads a line of JSON that says what is wanted, and answers line by line. It ends with whoever started it. No GPU is
+used: a driver that is none tells Triton which architecture to compile for, so the cache's keys are those of a call on
+such a GPU. Several of these processes share the work by the lock files of `tilewise.ops._host.compiling`.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ from tilewise.verify.suite import NAMED, Case, Suite
 
 
 def cases(operator: str, shapes: Sequence[str]) -> list[Case]:
-    """Those asked for, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes where it has none."""
+    """Those asked for, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes
+    where it has none.
+    """
     try:
         suite: Suite = registry.find(operator).load("suite")
         standard = benchmarks.find(operator).gpu_cases if operator in benchmarks.MODULES else ()
@@ -54,7 +57,9 @@ def launches(operator: str, case: Case, dtype: torch.dtype, architecture: int, f
         results = registry.find(operator).load("function")(**problem.arguments(tensors), **problem.options())
         output = results[0] if isinstance(results, tuple) else results
         if not forward_only:
-            torch.autograd.grad(output, leaves, torch.empty_like(output, memory_format=torch.contiguous_format), allow_unused=True)
+            torch.autograd.grad(
+                output, leaves, torch.empty_like(output, memory_format=torch.contiguous_format), allow_unused=True
+            )
     return [launch for launch in found if launch.grid]
 
 
@@ -85,7 +90,13 @@ def serve(request: dict[str, Any], answer: Any) -> None:
         try:
             nvidia.libcuda_dirs()
         except Exception:
-            answer({"note": "libcuda.so.1 was not found: Triton 3.6 builds a C launcher for each kernel at its first launch"})
+            answer(
+                {
+                    "note": (
+                        "libcuda.so.1 was not found: Triton 3.6 builds a C launcher for each kernel at its first launch"
+                    )
+                }
+            )
     with contextlib.suppress(Exception):
         # What Triton builds with a C compiler for every process, whatever the kernel.
         nvidia.CudaUtils()
@@ -96,7 +107,9 @@ def serve(request: dict[str, Any], answer: Any) -> None:
 
     def done(task: compiling.Task, error: Exception | None) -> None:
         said = "" if error is None else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        answer({"done": task.name, "kernel": names[task.name], "compiled": getattr(compiled, "here", False), "error": said})
+        answer(
+            {"done": task.name, "kernel": names[task.name], "compiled": getattr(compiled, "here", False), "error": said}
+        )
         compiled.here = False
 
     triton.knobs.compilation.listener = listen

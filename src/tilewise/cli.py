@@ -40,37 +40,62 @@ def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
 
 @app.callback()
 def _start() -> None:
-    # Where there is no GPU, kernels are interpreted in this process, repaired. Without torch only doctor runs, to say so.
+    # Where there is no GPU, kernels are interpreted in this process, repaired. Without torch only doctor runs, to say
+    # so.
     if importlib.util.find_spec("torch") is not None:
         interpreter.use_where_no_gpu()
 
 
 @app.command()
 def verify(
-    operators: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators to check; all of them by default.")] = None,
-    impl: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Check this function, or package.module:function, in place of ours.")
+    operators: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP]...", help="Operators to check; all of them by default.")
     ] = None,
-    config: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A case by name or written out (T=65,D=16); may be repeated.")] = None,
+    impl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="Check this function, or package.module:function, in place of ours."
+        ),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A case by name or written out (T=65,D=16); may be repeated."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtypes to check.")] = "fp32,fp16,bf16",
-    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
-    range_raw: Annotated[bool, typer.Option("--range-raw", help="Fill inputs by rule: element i is i, k negated.")] = False,
+    by_range: Annotated[
+        bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")
+    ] = False,
+    range_raw: Annotated[
+        bool, typer.Option("--range-raw", help="Fill inputs by rule: element i is i, k negated.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of random inputs.")] = 42,
-    search: Annotated[int, typer.Option(min=0, metavar="N", help="Draw N further cases; a failure is shrunk to one command.")] = 0,
+    search: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Draw N further cases; a failure is shrunk to one command.")
+    ] = 0,
     rtol: Annotated[
-        float | None, typer.Option(help="Judge by allclose with this, in place of eager torch's error; 1e-3 where only atol is given.")
+        float | None,
+        typer.Option(
+            help="Judge by allclose with this, in place of eager torch's error; 1e-3 where only atol is given."
+        ),
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Likewise; 1e-4 where only rtol is given.")] = None,
     no_grad: Annotated[bool, typer.Option("--no-grad", help="Check outputs alone.")] = False,
     mutants: Annotated[bool, typer.Option("--mutants", help="Score the same checks by planted bugs.")] = False,
-    repeat: Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs of each case that must agree bit for bit.")] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs of each case that must agree bit for bit.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report with heat maps of the errors.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report with heat maps of the errors.")
+    ] = None,
     list_names: Annotated[bool, typer.Option("--list", help="List operators, cases and planted bugs.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every tensor of every case.")] = False,
 ) -> None:
-    """Check an implementation against the reference: outputs, gradients, edge cases. Exit code 0: all passed; 1: a failure; 2: wrong usage."""
+    """Check an implementation against the reference: outputs, gradients, edge cases.
+
+    Exit code 0: all passed; 1: a failure; 2: wrong usage.
+    """
     from tilewise.verify.command import Request, list_cases, run_request
     from tilewise.verify.implementation import UsageError
     from tilewise.verify.result import Settings
@@ -86,7 +111,20 @@ def verify(
         settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
         command = shlex.join(["tilewise", *sys.argv[1:]])
         dtypes = [name.strip() for name in dtype.split(",")]
-        request = Request(operators or [], impl, config or [], dtypes, settings, search, mutants, json, html, fail_fast, verbose, command)
+        request = Request(
+            operators or [],
+            impl,
+            config or [],
+            dtypes,
+            settings,
+            search,
+            mutants,
+            json,
+            html,
+            fail_fast,
+            verbose,
+            command,
+        )
         passed = run_request(request, console)
     if not passed:
         raise typer.Exit(1)
@@ -94,10 +132,18 @@ def verify(
 
 @app.command()
 def trace(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")],
-    block_m: Annotated[int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")] = None,
-    block_n: Annotated[int | None, typer.Option(help="Keys a tile (nsa-selected: a block); by default 64, of nsa operators 16.")] = None,
-    kernel_index: Annotated[int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")] = None,
+    operator: Annotated[
+        str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")
+    ],
+    block_m: Annotated[
+        int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")
+    ] = None,
+    block_n: Annotated[
+        int | None, typer.Option(help="Keys a tile (nsa-selected: a block); by default 64, of nsa operators 16.")
+    ] = None,
+    kernel_index: Annotated[
+        int | None, typer.Option(metavar="I", help="The tiles of configuration I of the operator's table instead.")
+    ] = None,
     seq_blocks: Annotated[int, typer.Option(help="Length of the sequence in tiles of queries.")] = 2,
     program: Annotated[int, typer.Option(help="Which program of the kernel's grid.")] = 0,
     warp: Annotated[int | None, typer.Option(help="Only the rows of the query tile that this warp owns.")] = None,
@@ -106,20 +152,31 @@ def trace(
     direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
     order: Annotated[str | None, typer.Option(help="nsa-selected's loop order: lists (the default) or union.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="With the causal mask; nsa operators and bsa always have theirs.")] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="With the causal mask; nsa operators and bsa always have theirs.")
+    ] = False,
     targets: Annotated[int, typer.Option(help="hstu: so many tokens at the end are targets.")] = 0,
     context: Annotated[int, typer.Option(help="hstu: so many tokens at the start are the context.")] = 0,
     max_attn_len: Annotated[int, typer.Option(help="hstu: only keys at most so far away; 0 for no limit.")] = 0,
-    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
-    impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Trace the kernel that this function launches.")] = None,
+    by_range: Annotated[
+        bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")
+    ] = False,
+    impl: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Trace the kernel that this function launches.")
+    ] = None,
     names: Annotated[str, typer.Option(metavar="S=qk,M=m_i,...", help="Which of its variables hold our values.")] = "",
     against: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Compare with this kernel's values, not with the simulation.")
+        str | None,
+        typer.Option(metavar="FILE.py:FUNCTION", help="Compare with this kernel's values, not with the simulation."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the values are written.")] = Path("debug"),
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with heat maps of every value.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with heat maps of every value.")
+    ] = None,
 ) -> None:
-    """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where they part."""
+    """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where
+    they part.
+    """
     from tilewise.trace.command import run_trace
     from tilewise.trace.request import Request
     from tilewise.verify.implementation import UsageError
@@ -131,7 +188,22 @@ def trace(
             raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
         mapping = {name: value for name, _, value in pairs} or None
         fill = "range" if by_range else "random"
-        request = Request(operator, block_m, block_n, kernel_index, seq_blocks, program, warp, warps, head, direction, order, dtype, causal, fill)
+        request = Request(
+            operator,
+            block_m,
+            block_n,
+            kernel_index,
+            seq_blocks,
+            program,
+            warp,
+            warps,
+            head,
+            direction,
+            order,
+            dtype,
+            causal,
+            fill,
+        )
         request = replace(request, targets=targets, context=context, max_attn_len=max_attn_len)
         lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
     for line in lines:
@@ -142,11 +214,18 @@ def trace(
 
 @app.command()
 def sanity(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, flash-hopper, nsa-compressed, nsa-selected, hstu or bsa.")],
+    operator: Annotated[
+        str,
+        typer.Argument(
+            metavar="OP", help="The operator: flash, flash-hopper, nsa-compressed, nsa-selected, hstu or bsa."
+        ),
+    ],
     kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Mismatches by row, head and channel.")] = False,
-    by_range: Annotated[bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")] = False,
+    by_range: Annotated[
+        bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")
+    ] = False,
     list_names: Annotated[bool, typer.Option("--list", help="List the configurations and what they take.")] = False,
 ) -> None:
     """Run every tile configuration of an operator against the reference."""
@@ -164,34 +243,61 @@ def sanity(
             console.print(line, markup=False, highlight=False)
             count += 1
             wrong += not right
-    console.print(f"FAIL: {wrong} of {count} configurations are wrong" if wrong else f"PASS: all {count} configurations agree with the reference")
+    console.print(
+        f"FAIL: {wrong} of {count} configurations are wrong"
+        if wrong
+        else f"PASS: all {count} configurations agree with the reference"
+    )
     if wrong:
         raise typer.Exit(1)
 
 
 @app.command()
 def bench(
-    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator: flash, nsa, nsa-compressed, nsa-selected, hstu or bsa.")],
-    impl: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="Time this function beside ours; may be repeated.")] = None,
-    baseline: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these baselines; may be repeated.")] = None,
+    operator: Annotated[
+        str, typer.Argument(metavar="OP", help="The operator: flash, nsa, nsa-compressed, nsa-selected, hstu or bsa.")
+    ],
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE.py:FUNCTION", help="Time this function beside ours; may be repeated."),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only these baselines; may be repeated.")
+    ] = None,
     config: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A case by name; may be repeated.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="B=..,T=..", help="A case written out; may be repeated.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="B=..,T=..", help="A case written out; may be repeated.")
+    ] = None,
     mode: Annotated[str, typer.Option(help="Some of fwd, bwd and fwd+bwd.")] = "fwd,bwd",
-    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; by default bf16 on a GPU, fp32 on a CPU.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, fp16 or bf16; by default bf16 on a GPU, fp32 on a CPU.")
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs that do not count.")] = 10,
     iterations: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs that count; by default 100, or what fits two seconds, but at least 5.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Runs that count; by default 100, or what fits two seconds, but at least 5."
+        ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Save here, not as bench-OP-DEVICE.json in this folder.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save here, not as bench-OP-DEVICE.json in this folder.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed over length.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with tables and the plot.")] = None,
-    compare: Annotated[Path | None, typer.Option(metavar="OLD.json", help="Exit with 1 where a case is slower than in this run.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="OLD.json", help="Exit with 1 where a case is slower than in this run.")
+    ] = None,
     tolerance: Annotated[str, typer.Option(help="By how much it may be slower.")] = "5%",
-    unverified: Annotated[bool, typer.Option("--unverified", help="Time without verifying, and say so in the result.")] = False,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Time without verifying, and say so in the result.")
+    ] = False,
     no_save: Annotated[bool, typer.Option("--no-save", help="Save nothing, unless --json names a file.")] = False,
     list_names: Annotated[bool, typer.Option("--list", help="List cases and baselines.")] = False,
 ) -> None:
-    """Time an operator beside what a user would pick instead. Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage."""
+    """Time an operator beside what a user would pick instead.
+
+    Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage.
+    """
     from tilewise.bench.command import Request, list_cases, run_request
 
     console = _console()
@@ -200,31 +306,66 @@ def bench(
             list_cases(operator, console)
             return
         modes = [name.strip() for name in mode.split(",")]
-        choice = Request(operator, impl or [], baseline or [], config or [], shape or [], modes, dtype, warmup, iterations, json, plot, html, compare)
+        choice = Request(
+            operator,
+            impl or [],
+            baseline or [],
+            config or [],
+            shape or [],
+            modes,
+            dtype,
+            warmup,
+            iterations,
+            json,
+            plot,
+            html,
+            compare,
+        )
         command = shlex.join(["tilewise", *sys.argv[1:]])
-        passed = run_request(replace(choice, tolerance=tolerance, unverified=unverified, save=not no_save, command=command), console)
+        passed = run_request(
+            replace(choice, tolerance=tolerance, unverified=unverified, save=not no_save, command=command), console
+        )
     if not passed:
         raise typer.Exit(1)
 
 
 @app.command()
 def inspect(
-    operator: Annotated[str | None, typer.Argument(metavar="[OP]", help="The operator, or a file that --json wrote.")] = None,
-    impl: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Compile what this function launches, in place of ours.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Some of sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120; all by default.")] = None,
+    operator: Annotated[
+        str | None, typer.Argument(metavar="[OP]", help="The operator, or a file that --json wrote.")
+    ] = None,
+    impl: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:FUNCTION", help="Compile what this function launches, in place of ours."),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Some of sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120; all by default.")
+    ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="I", help="Only configuration I of tilewise sanity --list; with --impl a case, small by default.")
+        str | None,
+        typer.Option(
+            metavar="I", help="Only configuration I of tilewise sanity --list; with --impl a case, small by default."
+        ),
     ] = None,
     direction: Annotated[str | None, typer.Option(help="Only forward or backward.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
     sass: Annotated[bool, typer.Option("--sass", help="Print the SASS of every kernel too.")] = False,
-    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="What changes to configuration, FILE.py:FUNCTION or saved file OTHER.")] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option(metavar="OTHER", help="What changes to configuration, FILE.py:FUNCTION or saved file OTHER."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it as JSON.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Hold all default configurations to the allowances.")] = False,
     update: Annotated[bool, typer.Option("--update", help="With --check: rewrite the allowances.")] = False,
-    audit: Annotated[bool, typer.Option("--audit", help="Instead: launches at 10 million tokens, for 32-bit overflow and grid limits.")] = False,
+    audit: Annotated[
+        bool,
+        typer.Option("--audit", help="Instead: launches at 10 million tokens, for 32-bit overflow and grid limits."),
+    ] = False,
 ) -> None:
-    """Compile kernels without a GPU: registers, spills, shared memory, instructions, occupancy. Exit code 1: --check or --audit failed, 2: usage."""
+    """Compile kernels without a GPU: registers, spills, shared memory, instructions, occupancy.
+
+    Exit code 1: --check or --audit failed, 2: usage.
+    """
     from tilewise.inspect.audit import PARTS, print_audit
     from tilewise.inspect.audit import audit as audit_operators
     from tilewise.inspect.command import Request, run_inspect
@@ -238,23 +379,36 @@ def inspect(
                 raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
             passed = print_audit(audit_operators([operator] if operator else list(PARTS)), console)
         else:
-            passed = run_inspect(Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command), console)
+            passed = run_inspect(
+                Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command),
+                console,
+            )
     if not passed:
         raise typer.Exit(1)
 
 
 @app.command()
 def warmup(
-    operators: Annotated[list[str], typer.Argument(metavar="OP...", help="Operators to compile, such as flash, nsa, hstu and bsa.")],
+    operators: Annotated[
+        list[str], typer.Argument(metavar="OP...", help="Operators to compile, such as flash, nsa, hstu and bsa.")
+    ],
     shapes: Annotated[
         list[str] | None,
-        typer.Option(metavar="B=..,T=..", help="A problem written out (B=1,T=4096,H=16,D=128,causal), or a case by name; may be repeated."),
+        typer.Option(
+            metavar="B=..,T=..",
+            help="A problem written out (B=1,T=4096,H=16,D=128,causal), or a case by name; may be repeated.",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Some of bf16, fp16 and fp32.")] = "bf16",
-    arch: Annotated[str | None, typer.Option(metavar="sm_90", help="The GPU to compile for; by default the one that is here.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar="sm_90", help="The GPU to compile for; by default the one that is here.")
+    ] = None,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward out.")] = False,
 ) -> None:
-    """Compile kernels ahead of time into Triton's cache, with or without a GPU. Exit code 1: a kernel does not compile; 2: wrong usage."""
+    """Compile kernels ahead of time into Triton's cache, with or without a GPU.
+
+    Exit code 1: a kernel does not compile; 2: wrong usage.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from tilewise._warmup import warmup as compile_ahead
@@ -269,7 +423,9 @@ def warmup(
             def advanced(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total or None)
 
-            warmed = compile_ahead(*operators, shapes=shapes or [], dtypes=dtypes, arch=arch, forward_only=forward_only, advanced=advanced)
+            warmed = compile_ahead(
+                *operators, shapes=shapes or [], dtypes=dtypes, arch=arch, forward_only=forward_only, advanced=advanced
+            )
     except ValueError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
@@ -278,7 +434,10 @@ def warmup(
     for note in warmed.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     found = warmed.kernels - warmed.compiled - len(warmed.errors)
-    console.print(f"{warmed.compiled} kernels compiled, {found} were in the cache already ({warmed.seconds:.0f} s)", highlight=False)
+    console.print(
+        f"{warmed.compiled} kernels compiled, {found} were in the cache already ({warmed.seconds:.0f} s)",
+        highlight=False,
+    )
     if warmed.errors:
         raise typer.Exit(1)
 
@@ -286,9 +445,14 @@ def warmup(
 @app.command()
 def doctor(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None,
-    report: Annotated[bool, typer.Option("--report", help="Instead: one block for a bug report, without paths.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Instead: one block for a bug report, without paths.")
+    ] = False,
 ) -> None:
-    """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding. Exit code 1: a problem; 2: wrong usage."""
+    """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding.
+
+    Exit code 1: a problem; 2: wrong usage.
+    """
     from json import dumps
 
     from tilewise.doctor import as_json, examine, print_findings

@@ -7,7 +7,10 @@ from tilewise.doctor.finding import MISSING, version_of
 
 
 def environment() -> dict[str, str]:
-    """By name, for reports. On a GPU also CUDA, cuDNN, the driver and the clocks just now, as far as nvidia-smi tells."""
+    """By name, for reports.
+
+    On a GPU also CUDA, cuDNN, the driver and the clocks just now, as far as nvidia-smi tells.
+    """
     import torch
 
     import tilewise

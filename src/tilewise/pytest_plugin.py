@@ -16,14 +16,16 @@ import pytest
 from tilewise import interpreter
 
 MARKER = (
-    "tilewise(operator, *, configs=(), dtypes=('fp32', 'fp16', 'bf16'), **settings): the checks that the tilewise_check fixture makes; settings are "
-    "seed, fill, gradients, repeat, rtol and atol"
+    "tilewise(operator, *, configs=(), dtypes=('fp32', 'fp16', 'bf16'), **settings): the checks that the tilewise_check"
+    " fixture makes; settings are seed, fill, gradients, repeat, rtol and atol"
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The one setting."""
-    parser.addini("tilewise_interpret", "have Triton interpret kernels where there is no GPU", type="bool", default=False)
+    parser.addini(
+        "tilewise_interpret", "have Triton interpret kernels where there is no GPU", type="bool", default=False
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,9 +46,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     marker = metafunc.definition.get_closest_marker("tilewise")
     if marker is None:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid} uses tilewise_check: mark it with @pytest.mark.tilewise(operator, ...)")
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid} uses tilewise_check: mark it with @pytest.mark.tilewise(operator, ...)"
+        )
     checks = _checks(*marker.args, **marker.kwargs)
-    metafunc.parametrize("tilewise_check", checks, indirect=True, ids=[f"{check.case}-{check.dtype}" for check in checks])
+    metafunc.parametrize(
+        "tilewise_check", checks, indirect=True, ids=[f"{check.case}-{check.dtype}" for check in checks]
+    )
 
 
 def _checks(operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", "bf16"), **settings: Any) -> list[Any]:

@@ -78,7 +78,10 @@ def test_every_operator_and_baseline_is_timed(name):
         assert row.operations > 0
         assert row.bytes > 0
     assert found["bwd", "tilewise"].operations > found["fwd", "tilewise"].operations
-    assert found["fwd+bwd", "tilewise"].operations == found["fwd", "tilewise"].operations + found["bwd", "tilewise"].operations
+    assert (
+        found["fwd+bwd", "tilewise"].operations
+        == found["fwd", "tilewise"].operations + found["bwd", "tilewise"].operations
+    )
     assert found["fwd+bwd", "tilewise"].peak_allocated > 0
 
 
@@ -124,7 +127,9 @@ def test_who_cannot_run_is_reported_with_the_reason():
         return Call(lambda: (flash_attention(**tensors, causal=True)[0],), list(tensors.values()))
 
     builders = {"refuses": refuses, "fails": fails, "large": too_large, "differs": differs, "no-gradient": no_gradient}
-    found = rows(bench("flash", *(contender(*item) for item in builders.items()), asked=["torch"]), "T=20,H=2,causal=true")
+    found = rows(
+        bench("flash", *(contender(*item) for item in builders.items()), asked=["torch"]), "T=20,H=2,causal=true"
+    )
     assert found["fwd", "refuses"].reason == "has no such mask"
     assert found["fwd", "fails"].reason == "RuntimeError: boom"
     assert found["bwd", "large"].reason == "out of memory"
@@ -140,7 +145,10 @@ def test_a_case_that_does_not_run_is_reported():
     one.bench = operators.Operator((), (), lambda *_: 1 // 0, ())
     wrong = Verified("T=8", True, False, "wrong values", "tilewise verify")
     found = rows(one, "T=8", {"torch": wrong})
-    assert found["fwd", "tilewise"].reason == "the case itself does not run: ZeroDivisionError: integer division or modulo by zero"
+    assert (
+        found["fwd", "tilewise"].reason
+        == "the case itself does not run: ZeroDivisionError: integer division or modulo by zero"
+    )
     assert found["fwd", "torch"].reason == "fails verify: wrong values; see: tilewise verify"
 
 
@@ -185,7 +193,9 @@ def test_a_choice_in_lower_precision_is_no_other_computation():
     operator, timed = registry.find("nsa"), operators.find("nsa")
     own = own_implementation(operator)
     everyone = contenders(operator, timed, [], ["torch"], torch.bfloat16, own)
-    one = Bench(operator, timed, everyone, ["fwd"], torch.bfloat16, torch.device("cpu"), 1, 1, Clock(torch.device("cpu")))
+    one = Bench(
+        operator, timed, everyone, ["fwd"], torch.bfloat16, torch.device("cpu"), 1, 1, Clock(torch.device("cpu"))
+    )
     assert rows(one, "T=512,H=2,D=16,block=16,stride=8,compress=16,count=4")["fwd", "torch"].times
 
 
@@ -213,7 +223,9 @@ def test_what_is_verified_for_a_long_case_is_no_trifle(name):
 
     for device, cases in (("cuda", timed.gpu_cases), ("cpu", timed.cpu_cases)):
         for case in cases:
-            found = verify_case(run, registry.find(name), Implementation("cpu", device), case.problem, "bf16", gradients=True)
+            found = verify_case(
+                run, registry.find(name), Implementation("cpu", device), case.problem, "bf16", gradients=True
+            )
             assert found.same == (seen[-1] == case.problem)
             before, after = vars(case.problem), vars(seen[-1])
             assert len(after.get("lengths", ())) == len(before.get("lengths", ()))
@@ -246,7 +258,14 @@ def test_what_needs_a_gpu_says_so():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "text", ["T=40,H=4,Hk=2,causal=true", "T=40,window=9/3", "T=33,Tk=50,causal=true", "T=40,softcap=2.0", "lengths=20/0/33,causal=true"]
+    "text",
+    [
+        "T=40,H=4,Hk=2,causal=true",
+        "T=40,window=9/3",
+        "T=33,Tk=50,causal=true",
+        "T=40,softcap=2.0",
+        "lengths=20/0/33,causal=true",
+    ],
 )
 def test_flex_attention_computes_the_same(text):
     """Compiled, which takes its time; on a CPU it has no backward, and wants none asked for."""
@@ -255,7 +274,9 @@ def test_flex_attention_computes_the_same(text):
 
     operator = registry.find("flash")
     problem = operator.load("suite").find(text).problem
-    tensors = {name: x.float() if x.is_floating_point() else x for name, x in problem.tensors(make_fill("random", 0)).items()}
+    tensors = {
+        name: x.float() if x.is_floating_point() else x for name, x in problem.tensors(make_fill("random", 0)).items()
+    }
     call = flex(tensors["q"], tensors["k"], tensors["v"], describe(problem))
     for leaf in call.leaves:
         leaf.requires_grad_(False)
@@ -310,7 +331,19 @@ def test_a_run_with_all_reports(tmp_path, monkeypatch):
     """Our own backend, a right function and a wrong one, which is refused: it alone makes the exit code 1."""
     monkeypatch.chdir(tmp_path)
     right, wrong = f"{IMPLEMENTATIONS}:right", f"{IMPLEMENTATIONS}:fails_from_17_tokens_on"
-    words = ["flash", "--shape", "T=33,causal=true", "--baseline", "torch", "--dtype", "fp32", "--iterations", "3", "--warmup", "1"]
+    words = [
+        "flash",
+        "--shape",
+        "T=33,causal=true",
+        "--baseline",
+        "torch",
+        "--dtype",
+        "fp32",
+        "--iterations",
+        "3",
+        "--warmup",
+        "1",
+    ]
     outcome = invoke(*words, "--impl", right, "--json", "b.json", "--html", "b.html", "--plot", "b.png")
     assert outcome.exit_code == 0, outcome.output
     assert "right" in outcome.output
@@ -346,7 +379,20 @@ def test_a_run_with_all_reports(tmp_path, monkeypatch):
 
 def test_a_run_is_saved_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["hstu", "--shape", "lengths=9", "--shape", "lengths=9", "--baseline", "torch", "--mode", "fwd,fwd", "--iterations", "2", "--unverified"]
+    words = [
+        "hstu",
+        "--shape",
+        "lengths=9",
+        "--shape",
+        "lengths=9",
+        "--baseline",
+        "torch",
+        "--mode",
+        "fwd,fwd",
+        "--iterations",
+        "2",
+        "--unverified",
+    ]
     assert invoke(*words, "--no-save").exit_code == 0
     assert list(tmp_path.iterdir()) == []
     assert invoke(*words).exit_code == 0

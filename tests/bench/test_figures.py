@@ -25,7 +25,16 @@ CEILING = Ceiling(100.0, 1000.0, "float32")
 
 def row(name, milliseconds, tokens=64, mode="fwd", **fields):
     times = None if milliseconds is None else summarise([milliseconds])
-    return Row(f"t{tokens}", f"T={tokens},D=32", tokens, tokens, mode, name, times, **{"operations": 10**9, "bytes": 10**6, **fields})
+    return Row(
+        f"t{tokens}",
+        f"T={tokens},D=32",
+        tokens,
+        tokens,
+        mode,
+        name,
+        times,
+        **{"operations": 10**9, "bytes": 10**6, **fields},
+    )
 
 
 def report(*rows, dense=()):
@@ -34,7 +43,14 @@ def report(*rows, dense=()):
 
 def test_statistics():
     times = summarise([float(x) for x in range(100, 0, -1)])
-    assert (times.count, times.min, times.max, times.median, times.p95, times.p99) == (100, 1.0, 100.0, 50.5, 95.0, 99.0)
+    assert (times.count, times.min, times.max, times.median, times.p95, times.p99) == (
+        100,
+        1.0,
+        100.0,
+        50.5,
+        95.0,
+        99.0,
+    )
     assert times.mean == 50.5
     assert times.std == pytest.approx(math.sqrt(sum((x - 50.5) ** 2 for x in range(1, 101)) / 99))
     assert summarise([3.0]).std == 0.0
@@ -86,13 +102,21 @@ def test_ratios_and_verdicts():
     assert ratios_of(group, "tilewise") == {"cudnn": 0.75, "fa2": 1.5}
     assert verdict(group, "tilewise") == "tilewise runs at 0.75 of cudnn"
     assert verdict([group[0], group[2]], "tilewise") == "tilewise is the fastest: 1.50 × fa2"
-    assert verdict([row("tilewise", 2.0), row("fa2", 2.01)], "tilewise") == "tilewise is even with fa2, the fastest of the others"
+    assert (
+        verdict([row("tilewise", 2.0), row("fa2", 2.01)], "tilewise")
+        == "tilewise is even with fa2, the fastest of the others"
+    )
     assert verdict([row("tilewise", None), row("fa2", 2.01)], "tilewise") == ""
     assert geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
 
 
 def test_where_a_sparse_operator_overtakes():
-    rows = [row("tilewise", 4.0, 1024), row("dense-sdpa", 1.0, 1024), row("tilewise", 8.0, 4096), row("dense-sdpa", 32.0, 4096)]
+    rows = [
+        row("tilewise", 4.0, 1024),
+        row("dense-sdpa", 1.0, 1024),
+        row("tilewise", 8.0, 4096),
+        row("dense-sdpa", 32.0, 4096),
+    ]
     found = report(*rows, dense=["dense-sdpa"])
     # A quarter at 1024 and four times at 4096: halfway on log axes.
     assert overtakes(found, "fwd", "dense-sdpa") == {"D=32": pytest.approx(2048)}
@@ -112,7 +136,12 @@ def test_where_a_sparse_operator_overtakes():
 
 def test_a_saved_report_is_read_back():
     verified = Verified("T=64,D=32", True, True)
-    found = report(row("tilewise", 1.0, verified=verified), row("dense-torch", None, reason="out of memory"), row("torch", 2.0), dense=["torch"])
+    found = report(
+        row("tilewise", 1.0, verified=verified),
+        row("dense-torch", None, reason="out of memory"),
+        row("torch", 2.0),
+        dense=["torch"],
+    )
     assert from_json(json.loads(as_json(found, {}, [], ""))) == found
 
 
@@ -136,7 +165,9 @@ def test_a_subject_without_times_is_not_complete():
 
 def test_a_summary_names_best_and_worst():
     rows = [
-        row("tilewise", 1.0, t) if name == "tilewise" else row(name, ratio, t) for t, ratio in ((64, 0.5), (128, 2.0)) for name in ("tilewise", "fa2")
+        row("tilewise", 1.0, t) if name == "tilewise" else row(name, ratio, t)
+        for t, ratio in ((64, 0.5), (128, 2.0))
+        for name in ("tilewise", "fa2")
     ]
     assert "fwd: tilewise runs at 1.00 × fa2 (best 2.00, worst 0.50, 2 cases)" in list(summary_lines(report(*rows)))
 
@@ -154,14 +185,19 @@ def test_a_tolerance_that_is_none(text):
 
 def test_a_regression(tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(as_json(report(row("tilewise", 1.0), row("tilewise", 1.0, 128), row("fa2", 1.0)), {"device": "x"}, [], ""))
+    path.write_text(
+        as_json(report(row("tilewise", 1.0), row("tilewise", 1.0, 128), row("fa2", 1.0)), {"device": "x"}, [], "")
+    )
     now = report(row("tilewise", 1.04), row("tilewise", 1.2, 128), row("tilewise", 9.0, 256), row("fa2", 5.0))
     found = changes(now, load(path))
     assert [(change.case, change.regressed(0.05)) for change in found] == [("t64", False), ("t128", True)]
     lines = list(change_lines(found, 0.05))
     assert lines[1] == "✗ t128 fwd tilewise: 1.000 -> 1.200 ms (+20.0%)"
     assert lines[-1] == "FAIL: 1 of 2 slower by more than 5.0%"
-    assert list(change_lines([Change("a", "fwd", "tilewise", 2.0, 1.0)], 0.0))[-1] == "PASS: none of 1 slower by more than 0.0%"
+    assert (
+        list(change_lines([Change("a", "fwd", "tilewise", 2.0, 1.0)], 0.0))[-1]
+        == "PASS: none of 1 slower by more than 0.0%"
+    )
     # What was timed then and is not now is a regression; nothing in common is a failure too.
     (lost,) = changes(report(row("tilewise", None, reason="out of memory")), load(path))
     assert lost.regressed(1e9)
@@ -172,7 +208,10 @@ def test_a_regression(tmp_path):
         check_same("hstu", "fp32", load(path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "tilewise.verify", "version": 1}', '{"schema": "tilewise.bench", "version": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"schema": "tilewise.verify", "version": 1}', '{"schema": "tilewise.bench", "version": 1}'],
+)
 def test_a_file_that_is_no_run(tmp_path, text):
     path = tmp_path / "old.json"
     path.write_text(text)
@@ -183,7 +222,9 @@ def test_a_file_that_is_no_run(tmp_path, text):
 
 
 def test_the_plot_has_a_line_for_each_implementation():
-    rows = [row(name, t / 64, t, mode) for name in ("tilewise", "fa2") for t in (64, 128, 256) for mode in ("fwd", "bwd")]
+    rows = [
+        row(name, t / 64, t, mode) for name in ("tilewise", "fa2") for t in (64, 128, 256) for mode in ("fwd", "bwd")
+    ]
     found = report(*rows, row("flex", None, reason="no"))
     assert draw(found, "png").startswith(b"\x89PNG")
     panels = plot(found).axes
@@ -192,7 +233,8 @@ def test_the_plot_has_a_line_for_each_implementation():
     assert list(panels[0].lines[0].get_ydata()) == [1.0, 0.5, 0.25]
     assert panels[0].get_xscale() == panels[0].get_yscale() == "log"
     assert rows[0].kind == "D=32"
-    # The largest batch of a length is drawn; sequences of different lengths, and a kind of one length, are not in its line.
+    # The largest batch of a length is drawn; sequences of different lengths, and a kind of one length, are not in its
+    # line.
     others = [replace(row("tilewise", 2.0, 128), total_tokens=total, problem=problem) for total, problem in (
         (512, "lengths=128/128,D=32"), (200, "lengths=128/72,D=32"), (128, "T=128,D=64"),
     )]  # fmt: skip

@@ -31,26 +31,36 @@ def count(name, problem):
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (2, 0), (0, 0), (3, 2), (-1, 4), (100, 100)])
 def test_windows(queries, keys, left, right):
     off = keys - queries
-    seen = sum((right < 0 or j <= i + off + right) and (left < 0 or j >= i + off - left) for i, j in itertools.product(range(queries), range(keys)))
+    seen = sum(
+        (right < 0 or j <= i + off + right) and (left < 0 or j >= i + off - left)
+        for i, j in itertools.product(range(queries), range(keys))
+    )
     assert in_window(queries, keys, left, right) == seen
 
 
 def test_blocks():
     indices = torch.tensor([[0, -1], [0, 1], [1, 1], [2, 0]])
     position = torch.tensor([3, 5, 9, 4])[:, None]
-    # Blocks of 4: all of block 0; block 0 and keys 4 and 5; block 1, though it is named twice; nothing of block 2, which is later, and block 0.
+    # Blocks of 4: all of block 0; block 0 and keys 4 and 5; block 1, though it is named twice; nothing of block 2,
+    # which is later, and block 0.
     assert in_blocks(position, indices, 4) == 4 + (4 + 2) + 4 + (0 + 4)
 
 
 @pytest.mark.parametrize(("tokens", "size", "stride"), [(33, 8, 4), (7, 8, 4), (64, 32, 16), (10, 1, 1)])
 def test_windows_that_have_ended(tokens, size, stride):
     windows = nsa._window_count(tokens, size, stride)
-    assert ended_windows(tokens, size, stride) == int(nsa._ended(tokens, windows, size, stride, torch.device("cpu")).sum())
+    assert ended_windows(tokens, size, stride) == int(
+        nsa._ended(tokens, windows, size, stride, torch.device("cpu")).sum()
+    )
 
 
 @pytest.mark.parametrize(
     "problem",
-    [Flash(B=2, T=9, Tk=12, H=4, Hk=2, causal=True), Flash(lengths=(5, 0, 7), lengths_k=(3, 2, 9), window=(2, 1)), Flash(T=8)],
+    [
+        Flash(B=2, T=9, Tk=12, H=4, Hk=2, causal=True),
+        Flash(lengths=(5, 0, 7), lengths_k=(3, 2, 9), window=(2, 1)),
+        Flash(T=8),
+    ],
     ids=str,
 )
 def test_flash(problem):
@@ -95,14 +105,24 @@ def test_nsa_counts_all_branches(sizes):
     near = 4 * sum(in_window(tokens, tokens, 4, 0) for tokens in lengths)
     indices = outputs["block_indices"].reshape(-1, 2, 4)
     places = [i for tokens in lengths for i in range(tokens)]
-    chosen = sum(max(0, min(8, i - 8 * int(b) + 1)) for row, i in zip(indices, places, strict=True) for head in row for b in head if b >= 0)
+    chosen = sum(
+        max(0, min(8, i - 8 * int(b) + 1))
+        for row, i in zip(indices, places, strict=True)
+        for head in row
+        for b in head
+        if b >= 0
+    )
     assert whole == compressed + near + 2 * chosen
     assert count("nsa", Nsa(**shape, gates="cmp"))[0] == compressed
     assert count("nsa-compressed", NsaCompressed(**shape))[0] == compressed
     selected, tensors, _ = count("nsa-selected", NsaSelected(**shape, pattern="holes"))
     named = tensors["block_indices"].reshape(-1, 2, 3)
     assert selected == 2 * sum(
-        max(0, min(16, i - 16 * b + 1)) for row, i in zip(named.tolist(), places, strict=True) for head in row for b in set(head) if b >= 0
+        max(0, min(16, i - 16 * b + 1))
+        for row, i in zip(named.tolist(), places, strict=True)
+        for head in row
+        for b in set(head)
+        if b >= 0
     )
 
 
@@ -111,7 +131,11 @@ def test_bsa_counts_blocks_and_the_window():
     found, _, outputs = count("bsa", problem)
     places = [i for tokens in problem.lengths for i in range(tokens)]
     chosen = sum(
-        max(0, min(8, i - 8 * int(b) + 1)) for head in outputs["block_indices"] for row, i in zip(head, places, strict=True) for b in row if b >= 0
+        max(0, min(8, i - 8 * int(b) + 1))
+        for head in outputs["block_indices"]
+        for row, i in zip(head, places, strict=True)
+        for b in row
+        if b >= 0
     )
     near = sum(min(5, i + 1) for i in places)
     assert found == chosen + 2 * (near + sum((i + 1) // 8 for i in places))

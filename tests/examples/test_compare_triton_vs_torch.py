@@ -37,7 +37,9 @@ def compare(example, capsys, **options):
 def test_as_it_is_run():
     """By itself, without TRITON_INTERPRET: it decides before triton is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(FILE), "--config", "small"], capture_output=True, text=True, env=environment, timeout=300)
+    run = subprocess.run(
+        [sys.executable, str(FILE), "--config", "small"], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith("device: ")
     assert "shapes: q [1, 64, 4, 16], k [1, 64, 4, 16], v [1, 64, 4, 32]" in run.stdout

@@ -59,7 +59,9 @@ def test_linear_regression(run):
     figures = [line for line in printed.splitlines() if "found" in line]
     assert len(figures) == 4
     assert figures == [line for line in run("linear_regression", "--epochs", "10").splitlines() if "found" in line]
-    assert figures != [line for line in run("linear_regression", "--epochs", "10", "--seed", "1").splitlines() if "found" in line]
+    assert figures != [
+        line for line in run("linear_regression", "--epochs", "10", "--seed", "1").splitlines() if "found" in line
+    ]
 
 
 def test_own_function(run, load):
@@ -95,7 +97,9 @@ def test_mnist_files(run, load, tmp_path):
     classes = np.arange(300) % 10
     images = np.random.default_rng(0).integers(0, 60, (300, 12, 12))
     images[np.arange(300), classes] = 255
-    for name, array in zip(load("digits").MNIST, (images[:250], classes[:250], images[250:], classes[250:]), strict=True):
+    for name, array in zip(
+        load("digits").MNIST, (images[:250], classes[:250], images[250:], classes[250:]), strict=True
+    ):
         if "train" in name:
             (tmp_path / name).write_bytes(idx(array))
         else:

@@ -50,7 +50,10 @@ def test_decoding_gives_the_logits_of_the_whole_text(example):
 
 def test_the_models_differ_in_attention_alone(example):
     sparse, dense = (example.LanguageModel(70, sparse) for sparse in (True, False))
-    without = [{name: x.shape for name, x in model.named_parameters() if ".attention." not in name} for model in (sparse, dense)]
+    without = [
+        {name: x.shape for name, x in model.named_parameters() if ".attention." not in name}
+        for model in (sparse, dense)
+    ]
     assert without[0] == without[1]
     gates = sum(x.numel() for name, x in sparse.named_parameters() if "to_gates" in name)
     assert sum(x.numel() for x in sparse.parameters()) - sum(x.numel() for x in dense.parameters()) == gates

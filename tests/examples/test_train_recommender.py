@@ -58,7 +58,9 @@ def test_users_follow_their_interests(example):
 
 
 def test_the_held_out_item_is_never_seen(example, monkeypatch):
-    """A model that records what it is asked, and a loss that records what it is trained for: the last item is in neither."""
+    """A model that records what it is asked, and a loss that records what it is trained for: the last item is in
+    neither.
+    """
     histories = [[*range(i, i + 6), 300 + i] for i in range(0, 40, 8)]
     seen = []
 
@@ -67,7 +69,9 @@ def test_the_held_out_item_is_never_seen(example, monkeypatch):
             seen.append(items)
             return super().forward(items, offsets)
 
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda scores, following: seen.append(following) or scores.sum())
+    monkeypatch.setattr(
+        torch.nn.functional, "cross_entropy", lambda scores, following: seen.append(following) or scores.sum()
+    )
     run = example.Run("dense", Model("dense"))
     with example.Progress(disable=True) as progress:
         example.train(run, histories, 1, 0, torch.device("cpu"), progress)
@@ -85,5 +89,8 @@ def test_popularity_is_counted_without_what_is_held_out(example):
 def test_the_models_differ_in_attention_alone(example):
     dense, sparse = (dict(example.Recommender(attention).named_parameters()) for attention in ("dense", "block-sparse"))
     own = ("norm_out", "gate_model")
-    without = [{name: x.shape for name, x in parameters.items() if not any(word in name for word in own)} for parameters in (dense, sparse)]
+    without = [
+        {name: x.shape for name, x in parameters.items() if not any(word in name for word in own)}
+        for parameters in (dense, sparse)
+    ]
     assert without[0] == without[1]

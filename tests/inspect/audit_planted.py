@@ -1,5 +1,5 @@
-"""Audits one part of an operator with an overflow planted in its kernels: `audit_planted.py PART MODULE OLD NEW`. Prints what is wrong with the first
-launch that it catches as JSON.
+"""Audits one part of an operator with an overflow planted in its kernels: `audit_planted.py PART MODULE OLD NEW`.
+Prints what is wrong with the first launch that it catches as JSON.
 """
 
 import json

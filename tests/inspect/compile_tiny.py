@@ -1,4 +1,6 @@
-"""Prints as JSON what becomes of each of tiny_implementations.py on sm_90: its kernels, or why there are none; a process that compiles."""
+"""Prints as JSON what becomes of each of tiny_implementations.py on sm_90: its kernels, or why there are none; a
+process that compiles.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,8 @@ def rows(function: str) -> list[dict]:
     launches = implementation_launches("flash", f"{FILE}:{function}", "small", 90, torch.bfloat16)
     found = [(one, *inspect_launch(one.launch, 90, mix=True, sass=True)[:2]) for one in launches]
     return [
-        {"label": one.label, "direction": one.direction, "name": one.name, "sass": sass} | dataclasses.asdict(facts) for one, facts, sass in found
+        {"label": one.label, "direction": one.direction, "name": one.name, "sass": sass} | dataclasses.asdict(facts)
+        for one, facts, sass in found
     ]
 
 

@@ -1,4 +1,6 @@
-"""Prints as JSON which launches there are on sm_90: those that `tilewise inspect --check` compiles, and those of every configuration."""
+"""Prints as JSON which launches there are on sm_90: those that `tilewise inspect --check` compiles, and those of every
+configuration.
+"""
 
 import json
 
@@ -21,7 +23,9 @@ print(
         {
             "checked": [(one.launch.kernel.__name__, one.direction, one.label) for one in checked],
             "configurations": configurations,
-            "limited": any("nsa_selected_fwd_lists" in one.name and "maxnreg" in one.launch.arguments for one in checked),
+            "limited": any(
+                "nsa_selected_fwd_lists" in one.name and "maxnreg" in one.launch.arguments for one in checked
+            ),
         }
     )
 )

@@ -22,7 +22,9 @@ from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
 from tilewise.ops.bsa import selected as bsa
 from tilewise.verify.implementation import UsageError
 
-pytestmark = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="kernels of this process are compiled, not interpreted")
+pytestmark = pytest.mark.skipif(
+    "__import__('torch').cuda.is_available()", reason="kernels of this process are compiled, not interpreted"
+)
 
 ROWS, STRIDE = 10_000_019, 1 << 20
 
@@ -38,7 +40,11 @@ def place(piece):
 
 def copy_rows(**changes):
     x, y = torch.empty_strided((ROWS, 1), (STRIDE, 1), device="meta"), torch.empty(ROWS, device="meta")
-    return Launch(copy_rows_kernel, 3, {"x": x, "y": y, "n_rows": ROWS, "stride": STRIDE, "WIDE": True, "PAST": 0, "BLOCK": 64} | changes)
+    return Launch(
+        copy_rows_kernel,
+        3,
+        {"x": x, "y": y, "n_rows": ROWS, "stride": STRIDE, "WIDE": True, "PAST": 0, "BLOCK": 64} | changes,
+    )
 
 
 def test_a_kernel_with_wide_offsets_passes():
@@ -69,7 +75,9 @@ def test_a_number_that_is_cut_is_said_and_a_sum_that_may_wrap_is_not():
 
 def test_tables_are_read_where_a_tensor_has_no_values():
     x, y = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
-    (fault,) = faults(Launch(cut_kernel, 1, {"x": x, "y": y, "number": 1}), {"x": lambda elements: np.full(elements.shape, 2**33)})
+    (fault,) = faults(
+        Launch(cut_kernel, 1, {"x": x, "y": y, "number": 1}), {"x": lambda elements: np.full(elements.shape, 2**33)}
+    )
     assert f"{2**33:,} does not fit" in fault
 
 
@@ -98,7 +106,9 @@ def test_block_sparse_attention_refuses_more_blocks_than_its_index_can_number():
     x = torch.empty(1, ROWS, 2, 64, dtype=torch.bfloat16, device="meta")
     indices = torch.empty(1, ROWS, 2, 4, dtype=torch.int32, device="meta")
     assert bsa.make_inputs(x, x, x, indices, None, 16, 0.1).named.block_size == 16
-    with pytest.raises(ValueError, match="block_size is 1 and there are 10000019 tokens: more blocks than the index can number"):
+    with pytest.raises(
+        ValueError, match="block_size is 1 and there are 10000019 tokens: more blocks than the index can number"
+    ):
         bsa.make_inputs(x, x, x, indices, None, 1, 0.1)
 
 
@@ -113,7 +123,10 @@ def test_limits_of_grids_and_descriptors():
     x = torch.empty_strided((1, 4, 2, 64), (2**39, 128, 64, 1), dtype=torch.bfloat16, device="meta")
     assert limits(Launch(None, 2**31 - 1, {"q": x, "n": 2**40})) == []
     assert "a grid of 2,147,483,648 programs" in limits(Launch(None, 2**31, {}))[0]
-    assert "a descriptor of q with a stride of 1,099,511,627,776 bytes" in limits(Launch(None, 1, {"q": descriptor(x, 16, 64)}))[0]
+    assert (
+        "a descriptor of q with a stride of 1,099,511,627,776 bytes"
+        in limits(Launch(None, 1, {"q": descriptor(x, 16, 64)}))[0]
+    )
 
 
 def test_every_operator_has_an_audit():
@@ -122,7 +135,10 @@ def test_every_operator_has_an_audit():
         audit.audit(["flush"])
 
 
-@pytest.mark.parametrize(("words", "message"), [(["flush"], "there is no operator 'flush'"), (["flash", "--sass"], "it takes no other option")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["flush"], "there is no operator 'flush'"), (["flash", "--sass"], "it takes no other option")],
+)
 def test_wrong_usage_of_the_command(words, message):
     outcome = CliRunner().invoke(cli.app, ["inspect", *words, "--audit"])
     assert outcome.exit_code == 2
@@ -132,7 +148,9 @@ def test_wrong_usage_of_the_command(words, message):
 @pytest.mark.parametrize(("wrong", "code"), [((), 0), (("x.py:1: int32 overflows",), 1)])
 def test_the_command_audits_and_says_by_its_exit_code_what_came_of_it(monkeypatch, wrong, code):
     asked = []
-    monkeypatch.setattr(audit, "audit", lambda names: asked.extend(names) or [audit.AuditResult(names[0], "kernel", "many", 3, wrong)])
+    monkeypatch.setattr(
+        audit, "audit", lambda names: asked.extend(names) or [audit.AuditResult(names[0], "kernel", "many", 3, wrong)]
+    )
     assert CliRunner().invoke(cli.app, ["inspect", "flash", "--audit"]).exit_code == code
     assert CliRunner().invoke(cli.app, ["inspect", "--audit"]).exit_code == code
     assert asked == ["flash", *audit.PARTS]
@@ -147,7 +165,12 @@ PLANTED = [
     ("combine", "nsa.kernels_combine", "tl.program_id(0).to(tl.int64) * BLOCK_R", "tl.program_id(0) * BLOCK_R"),
     ("flash", "_tile.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
     ("hstu", "_tile.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
-    ("compressed", "nsa.kernels_compress", "(start + o_c * STRIDE).to(tl.int64)[:, None]", "(start + o_c * STRIDE)[:, None]"),
+    (
+        "compressed",
+        "nsa.kernels_compress",
+        "(start + o_c * STRIDE).to(tl.int64)[:, None]",
+        "(start + o_c * STRIDE)[:, None]",
+    ),
     ("choose", "nsa.kernels_choose", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
     ("selected", "_tile.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
     ("attend", "_tile.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
@@ -186,6 +209,10 @@ def test_every_operator_passes():
 
 
 def test_a_worker_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 1, "", "ValueError: no memory"))
-    with pytest.raises(RuntimeError, match=r"the audit of flash did not end well \(exit code 1\): ValueError: no memory"):
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 1, "", "ValueError: no memory")
+    )
+    with pytest.raises(
+        RuntimeError, match=r"the audit of flash did not end well \(exit code 1\): ValueError: no memory"
+    ):
         audit.audit(["flash"])

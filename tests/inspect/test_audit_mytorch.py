@@ -10,7 +10,9 @@ from mytorch.backends.cuda import CudaBackend
 from tilewise.inspect.audit_run import faults, limits
 from tilewise.ops._host.launching import capture
 
-pytestmark = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="kernels of this process are compiled, not interpreted")
+pytestmark = pytest.mark.skipif(
+    "__import__('torch').cuda.is_available()", reason="kernels of this process are compiled, not interpreted"
+)
 
 BACKEND = CudaBackend(torch.device("meta"))
 ROWS, COLUMNS, IMAGES = 10_000_019, 512, 100_003

@@ -18,7 +18,17 @@ from tilewise.inspect.text import line
 
 FACTS = Facts("flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")
 ROW = Row(90, "flash", "D 64 causal", "forward", "flash_fwd_kernel", FACTS)
-MIX = {"matrix": 24, "exp2": 132, "fma": 156, "global loads": 9, "shared loads": 5, "stores": 10, "barriers": 64, "local": 0, "all": 1992}
+MIX = {
+    "matrix": 24,
+    "exp2": 132,
+    "fma": 156,
+    "global loads": 9,
+    "shared loads": 5,
+    "stores": 10,
+    "barriers": 64,
+    "local": 0,
+    "all": 1992,
+}
 TINY = Path(__file__).with_name("tiny_implementations.py")
 
 
@@ -29,10 +39,13 @@ def inspect(*words, code=0):
 
 
 def test_a_line_says_all():
-    text = line(replace(ROW, facts=replace(FACTS, spill_stores=52, spill_loads=152, wgmma_serialised=True, tma=True, mix=MIX)))
-    assert text == (
-        "sm_90 flash D 64 causal: flash_fwd_kernel: 128 registers; spills 52 bytes (152 loaded); 1.0 of 227 KB shared; wgmma serialised tma; "
-        "mma 24, ex2 132, fma 156, ldg 9, lds 5, st 10, bar 64; 4 x 4 of 64 warps (registers)"
+    text = line(
+        replace(ROW, facts=replace(FACTS, spill_stores=52, spill_loads=152, wgmma_serialised=True, tma=True, mix=MIX))
+    )
+    assert (
+        text == "sm_90 flash D 64 causal: flash_fwd_kernel: 128 registers; spills 52 bytes (152 loaded); 1.0 of 227 KB"
+        " shared; wgmma serialised tma; mma 24, ex2 132, fma 156, ldg 9, lds 5, st 10, bar 64; 4 x 4 of 64 warps"
+        " (registers)"
     )
     assert "DOES NOT FIT" in line(replace(ROW, facts=replace(FACTS, shared_memory=240_000)))
     assert "no instruction mix: nvdisasm cannot read it; 4 x 4" in line(replace(ROW, error="nvdisasm cannot read it"))
@@ -137,9 +150,18 @@ SMALL = replace(ROW, architecture=86, facts=replace(FACTS, architecture=86, wgmm
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (replace(ROW, facts=replace(FACTS, spill_stores=8, spill_loads=4)), "spills 12 bytes (8 stored, 4 loaded), allowed are 11"),
-        (replace(ROW, kernel="other", facts=replace(FACTS, spill_stores=1)), "spills 1 bytes (1 stored, 0 loaded), allowed are 0"),
-        (replace(ROW, facts=replace(FACTS, shared_memory=232_449)), "takes 232,449 bytes of shared memory, and a block may have 232,448"),
+        (
+            replace(ROW, facts=replace(FACTS, spill_stores=8, spill_loads=4)),
+            "spills 12 bytes (8 stored, 4 loaded), allowed are 11",
+        ),
+        (
+            replace(ROW, kernel="other", facts=replace(FACTS, spill_stores=1)),
+            "spills 1 bytes (1 stored, 0 loaded), allowed are 0",
+        ),
+        (
+            replace(ROW, facts=replace(FACTS, shared_memory=232_449)),
+            "takes 232,449 bytes of shared memory, and a block may have 232,448",
+        ),
         (replace(ROW, facts=replace(FACTS, wgmma=False)), "multiplies without wgmma"),
         (replace(ROW, facts=replace(FACTS, wgmma_serialised=True)), "its wgmma are serialised"),
         (replace(ROW, facts=None, error="too large"), "does not compile: too large"),
@@ -215,7 +237,11 @@ def test_what_a_process_refuses_is_wrong_usage():
 def test_configurations_are_those_that_sanity_numbers(operator):
     from tilewise.sanity.operators import find
 
-    number, entry = next((i, entry) for i, entry in enumerate(find(operator).entries()) if "fwd" in entry.kernel and entry.element_size == 2)
+    number, entry = next(
+        (i, entry)
+        for i, entry in enumerate(find(operator).entries())
+        if "fwd" in entry.kernel and entry.element_size == 2
+    )
     output = inspect(operator, "--config", number, "--arch", "sm_86", "--diff", number)
     assert output.strip() == "nothing changed in 1 kernels"
     assert f"sm_86 {operator} {number} {entry.short}: " in inspect(operator, "--config", number, "--arch", "sm_86")

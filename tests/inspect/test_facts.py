@@ -20,21 +20,46 @@ ptxas info    : Function properties for one_kernel
     56 bytes stack frame, 52 bytes spill stores, 152 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 56 bytes cumulative stack size, 488 bytes cmem[0]
 """
-SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources"
+SERIALISED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    " insufficient register resources"
+)
 
 
-def compiled(log: str, ptx: str = ".reqntid 256\nwgmma.mma_async.sync cp.async.bulk.tensor.4d", **metadata: int) -> Compiled:
-    kernel = SimpleNamespace(asm={"ptx": ptx, "ttir": "tt.dot"}, metadata=SimpleNamespace(name="one_kernel", shared=98304, **metadata))
+def compiled(
+    log: str, ptx: str = ".reqntid 256\nwgmma.mma_async.sync cp.async.bulk.tensor.4d", **metadata: int
+) -> Compiled:
+    kernel = SimpleNamespace(
+        asm={"ptx": ptx, "ttir": "tt.dot"}, metadata=SimpleNamespace(name="one_kernel", shared=98304, **metadata)
+    )
     return Compiled(kernel, 90, log)
 
 
 def test_what_ptxas_says():
     facts = compiled(LOG, tmem_size=0).facts()
-    assert (facts.registers, facts.spill_stores, facts.spill_loads, facts.shared_memory, facts.warps) == (255, 52, 152, 98304, 8)
-    assert (facts.multiplies, facts.wgmma, facts.wgmma_serialised, facts.tma, facts.tcgen05) == (True, True, False, True, False)
+    assert (facts.registers, facts.spill_stores, facts.spill_loads, facts.shared_memory, facts.warps) == (
+        255,
+        52,
+        152,
+        98304,
+        8,
+    )
+    assert (facts.multiplies, facts.wgmma, facts.wgmma_serialised, facts.tma, facts.tcgen05) == (
+        True,
+        True,
+        False,
+        True,
+        False,
+    )
     assert compiled(LOG + SERIALISED).facts().wgmma_serialised
     tcgen05 = compiled(LOG, ".maxntid 128\ntcgen05.mma.cta_group::1", tmem_size=512).facts()
-    assert (tcgen05.warps, tcgen05.tcgen05, tcgen05.wgmma, tcgen05.tma, tcgen05.tensor_memory) == (4, True, False, False, 512)
+    assert (tcgen05.warps, tcgen05.tcgen05, tcgen05.wgmma, tcgen05.tma, tcgen05.tensor_memory) == (
+        4,
+        True,
+        False,
+        False,
+        512,
+    )
 
 
 def test_silence_of_ptxas_is_an_error():
@@ -66,7 +91,17 @@ def test_the_mix():
         /*0120*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
         /*0130*/                   EXIT ;
     """
-    mix = {"matrix": 3, "exp2": 1, "fma": 2, "global loads": 3, "shared loads": 2, "stores": 2, "barriers": 2, "local": 2, "all": 20}
+    mix = {
+        "matrix": 3,
+        "exp2": 1,
+        "fma": 2,
+        "global loads": 3,
+        "shared loads": 2,
+        "stores": 2,
+        "barriers": 2,
+        "local": 2,
+        "all": 20,
+    }
     assert instruction_mix(sass) == mix
 
 
@@ -94,7 +129,10 @@ def test_the_mix():
     ],
 )
 def test_occupancy(architecture, registers, shared, warps, expected):
-    assert occupancy(replace(FACTS, architecture=architecture, registers=registers, shared_memory=shared, warps=warps)) == expected
+    assert (
+        occupancy(replace(FACTS, architecture=architecture, registers=registers, shared_memory=shared, warps=warps))
+        == expected
+    )
 
 
 def test_tensor_memory_limits_blocks():

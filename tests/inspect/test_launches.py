@@ -1,4 +1,6 @@
-"""Which launches are inspected: every kernel there is, and every configuration that sanity numbers; compiled are none of them."""
+"""Which launches are inspected: every kernel there is, and every configuration that sanity numbers; compiled are none
+of them.
+"""
 
 import re
 from pathlib import Path
@@ -10,7 +12,11 @@ KERNELS = Path(__file__).parent.parent.parent / "src" / "tilewise" / "ops"
 
 def test_every_kernel_is_held_to_its_allowance():
     found = run_compiling(Path(__file__).with_name("list_launches.py"))
-    sources = [path.read_text() for path in (*KERNELS.rglob("kernels*.py"), KERNELS / "_tile" / "varlen.py") if "probe" not in path.parts]
+    sources = [
+        path.read_text()
+        for path in (*KERNELS.rglob("kernels*.py"), KERNELS / "_tile" / "varlen.py")
+        if "probe" not in path.parts
+    ]
     kernels = {name for source in sources for name in re.findall(r"(?m)^def (\w+_kernel)\(", source)}
     assert len(kernels) > 25
     assert kernels == {kernel for kernel, _, _ in found["checked"]}
@@ -21,6 +27,8 @@ def test_every_kernel_is_held_to_its_allowance():
         assert all(1 <= len(names) <= 2 for names in configurations), operator
     labels = {label for _, _, label in found["checked"]}
     # At 64 channels alone, a forward has other tiles for many keys.
-    assert {label.replace("D 64", "D 128") for label in labels if "D 64" in label} - labels == {"D 128 causal-long hopper"}
+    assert {label.replace("D 64", "D 128") for label in labels if "D 64" in label} - labels == {
+        "D 128 causal-long hopper"
+    }
     assert {label.replace("D 128", "D 64") for label in labels if "D 128" in label} - labels == {"attend D 64"}
     assert found["limited"], "the launch has the limit of registers that a GPU's has"

@@ -12,7 +12,9 @@ def tiny_copy_kernel(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + o, tl.load(x + o, mask=o < n, other=0.0), mask=o < n)
 
 
-@triton.autotune([triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((128, 1), (128, 4), (1024, 8))], key=["n"])
+@triton.autotune(
+    [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((128, 1), (128, 4), (1024, 8))], key=["n"]
+)
 @triton.heuristics({"EVEN": lambda arguments: arguments["n"] % arguments["BLOCK"] == 0})
 @triton.jit
 def tiny_tuned_kernel(x, y, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
@@ -51,7 +53,10 @@ def spilling(q, k, v, *, return_lse=False, **options):
 
 def descriptors(q, k, v, *, return_lse=False, **options):
     """Tiles through tensor descriptors, and a product of matrices."""
-    x, y = torch.empty(256, 64, dtype=torch.bfloat16, device=q.device), torch.empty(256, 64, dtype=torch.bfloat16, device=q.device)
+    x, y = (
+        torch.empty(256, 64, dtype=torch.bfloat16, device=q.device),
+        torch.empty(256, 64, dtype=torch.bfloat16, device=q.device),
+    )
     readable, writable = (TensorDescriptor.from_tensor(tensor, [64, 64]) for tensor in (x, y))
     tiny_descriptor_kernel[(4,)](readable, writable, BLOCK=64)
     return q

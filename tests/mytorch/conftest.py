@@ -1,4 +1,6 @@
-"""The parallel backend's loops are compiled for each type, which takes as long as all other tests here: fp64 is slow."""
+"""The parallel backend's loops are compiled for each type, which takes as long as all other tests here:
+fp64 is slow.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The graph: what is recorded, in which order it is walked, that gradients are nobody else's memory, and what is freed."""
+"""The graph: what is recorded, in which order it is walked, that gradients are nobody else's memory, and
+what is freed.
+"""
 
 import gc
 import itertools
@@ -339,7 +341,10 @@ def test_gradcheck_tells_right_from_wrong():
     ("given", "message"),
     [
         (lambda self, grad: (grad, grad), "gave 2 gradients for 1 inputs"),
-        (lambda self, grad: self.backend.full((7,), 1, mytorch.float32), r"gradient of shape \[7\] for an input of shape \[2\]"),
+        (
+            lambda self, grad: self.backend.full((7,), 1, mytorch.float32),
+            r"gradient of shape \[7\] for an input of shape \[2\]",
+        ),
     ],
 )
 def test_a_wrong_backward_is_named(given, message):
@@ -358,7 +363,11 @@ def test_what_is_not_implemented_is_named():
 
 
 GRADCHECKED = {
-    "elementwise": (lambda x, y: (x * y).tanh() + x.exp() / (y * y + 1) - x.gelu() * y.silu() + x.sigmoid(), (3, 4), (4,)),
+    "elementwise": (
+        lambda x, y: (x * y).tanh() + x.exp() / (y * y + 1) - x.gelu() * y.silu() + x.sigmoid(),
+        (3, 4),
+        (4,),
+    ),
     "powers": (lambda x, y: (x * x + 0.5) ** y + (x * x + 1).sqrt() + (y * y + 1).log(), (3, 2), (3, 1)),
     "reductions": (lambda x, y: x.sum(1) * y.mean() + x.max(1), (3, 4), (3,)),
     "arrangement": (lambda x, y: mytorch.cat([x.T[1:], y.reshape(3, 2)], axis=1).permute(1, 0), (2, 4), (6,)),

@@ -8,8 +8,30 @@ from compiling import compiled
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 MULTIPLYING = ("matmul", "conv2d", "conv2d_grad_input", "conv2d_grad_weight")
 OTHERS = (
-    *("unary", "binary", "where", "copy", "fill", "dropout", "reduce", "softmax", "softmax_grad", "layer_norm", "layer_norm_grad"),
-    *("layer_norm_columns", "take", "take_grad", "gather", "gather_grad", "max_pool2d", "max_pool2d_grad", "sgd", "adam"),
+    *(
+        "unary",
+        "binary",
+        "where",
+        "copy",
+        "fill",
+        "dropout",
+        "reduce",
+        "softmax",
+        "softmax_grad",
+        "layer_norm",
+        "layer_norm_grad",
+    ),
+    *(
+        "layer_norm_columns",
+        "take",
+        "take_grad",
+        "gather",
+        "gather_grad",
+        "max_pool2d",
+        "max_pool2d_grad",
+        "sgd",
+        "adam",
+    ),
 )
 
 

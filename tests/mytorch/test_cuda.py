@@ -1,4 +1,6 @@
-"""The CUDA backend against the serial one, where the operations' tests do not reach: strides, edges, types, long sums, equal bits."""
+"""The CUDA backend against the serial one, where the operations' tests do not reach: strides, edges, types, long sums,
+equal bits.
+"""
 
 import os
 import subprocess
@@ -24,7 +26,9 @@ SERIAL = backends.load("serial")
 
 
 def agree(found, expected, scale=1.0):
-    """Arrays of the two backends, or tuples of them: equal in type and shape, in C order, and in value but for rounding."""
+    """Arrays of the two backends, or tuples of them: equal in type and shape, in C order, and in value but for
+    rounding.
+    """
     if isinstance(expected, tuple):
         for a, b in zip(found, expected, strict=True):
             agree(a, b, scale)
@@ -58,7 +62,9 @@ def test_five_axes(cuda, dtype):
     for name in ("add", "mul", "eq", "lt", "gt"):
         both(cuda, lambda b, x, y: b.binary(name, strided(b, x), strided(b, y)), x, y)  # noqa: B023
     both(cuda, lambda b, x, y: b.binary("add", strided(b, x), b.slice(y, (slice(0, 1),))), x, column)
-    both(cuda, lambda b, x, y: b.where(b.binary("lt", strided(b, x), strided(b, y)), strided(b, x), strided(b, y)), x, y)
+    both(
+        cuda, lambda b, x, y: b.where(b.binary("lt", strided(b, x), strided(b, y)), strided(b, x), strided(b, y)), x, y
+    )
     both(cuda, lambda b, x: b.copy(strided(b, x)), x)
     both(cuda, lambda b, x: b.max(strided(b, x), (1, 3), False), x)
     both(cuda, lambda b, x: b.reshape(strided(b, x), (-1, 6)), x)
@@ -81,7 +87,12 @@ def test_write_where_strides_say(cuda):
     both(cuda, write, normal(5, 8), normal(3, 4))
     key = (slice(1, None, 2), 2)
     both(cuda, lambda b, x: b.slice_grad(b.permute(x, (1, 0)), key, (5, 4, 3)), normal(3, 2))
-    both(cuda, lambda b, x, y: b.cat([b.permute(x, (1, 0)), y, b.slice(y, (slice(0, 0),))], 0), normal(3, 2), normal(4, 3))
+    both(
+        cuda,
+        lambda b, x, y: b.cat([b.permute(x, (1, 0)), y, b.slice(y, (slice(0, 0),))], 0),
+        normal(3, 2),
+        normal(4, 3),
+    )
 
 
 @pytest.mark.parametrize("source", [*FLOATS, "int64", "bool"])
@@ -133,7 +144,9 @@ def test_no_axes(cuda):
     both(cuda, lambda b, x: b.cast(x, np.dtype("int64")), x)
 
 
-@pytest.mark.parametrize(("shape", "axes"), [((70_001,), (0,)), ((3001, 5), (0,)), ((40, 30, 61), (0, 2)), ((2, 9001), (1,))])
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((70_001,), (0,)), ((3001, 5), (0,)), ((40, 30, 61), (0, 2)), ((2, 9001), (1,))]
+)
 def test_long_reductions(cuda, shape, axes):
     x = normal(*shape)
     both(cuda, lambda b, x: b.sum(x, axes, False), x.astype("float32"), scale=4)
@@ -168,7 +181,9 @@ def test_special_values(cuda, dtype):
 
 
 def test_powers_of_integers(cuda):
-    both(cuda, lambda b, x, y: b.binary("pow", b.reshape(x, (-1, 1)), y), np.arange(-5, 6), np.array([0, 1, 2, 3, 7, 26]))
+    both(
+        cuda, lambda b, x, y: b.binary("pow", b.reshape(x, (-1, 1)), y), np.arange(-5, 6), np.array([0, 1, 2, 3, 7, 26])
+    )
     with pytest.raises(ValueError, match="power of -2"):
         cuda.binary("pow", cuda.from_numpy(np.arange(3)), cuda.from_numpy(np.array([1, -2, 5])))
     with pytest.raises(TypeError, match="not defined on bool"):
@@ -179,10 +194,18 @@ def test_powers_of_integers(cuda):
 def test_products(cuda, dtype):
     x, y = normal(3, 1, 20, 40).astype(dtype), normal(2, 40, 17, seed=1).astype(dtype)
     # [3, 1, 40, 20] @ [20, 9], neither in C order.
-    both(cuda, lambda b, x, y: b.matmul(b.permute(x, (0, 1, 3, 2)), b.permute(y, (1, 0))), x, normal(9, 20).astype(dtype))
+    both(
+        cuda, lambda b, x, y: b.matmul(b.permute(x, (0, 1, 3, 2)), b.permute(y, (1, 0))), x, normal(9, 20).astype(dtype)
+    )
     both(cuda, lambda b, x, y: b.matmul(b.slice(x, (slice(None), slice(None), slice(0, None, 3))), y), x, y)
     # A sum so long that it is divided among programs.
-    both(cuda, lambda b, x, y: b.matmul(x, b.permute(y, (1, 0))), normal(3, 2100).astype(dtype), normal(5, 2100).astype(dtype), scale=4)
+    both(
+        cuda,
+        lambda b, x, y: b.matmul(x, b.permute(y, (1, 0))),
+        normal(3, 2100).astype(dtype),
+        normal(5, 2100).astype(dtype),
+        scale=4,
+    )
 
 
 def test_products_of_integers(cuda):
@@ -194,13 +217,21 @@ def test_rows(cuda, dtype):
     x = np.asarray(3 * normal(5, 3, 9), dtype)
     both(cuda, lambda b, x: b.softmax(b.permute(x, (1, 2, 0))), x)
     both(cuda, lambda b, g, x: b.softmax_grad(b.permute(g, (1, 2, 0)), b.copy(b.permute(x, (1, 2, 0)))), x[::-1], x)
-    both(cuda, lambda b, x, w: b.layer_norm(b.permute(x, (1, 2, 0)), w, w, 1e-5), x, np.asarray(normal(5), dtype), scale=4)
+    both(
+        cuda,
+        lambda b, x, w: b.layer_norm(b.permute(x, (1, 2, 0)), w, w, 1e-5),
+        x,
+        np.asarray(normal(5), dtype),
+        scale=4,
+    )
     # Longer than a tile.
     x = np.asarray(normal(2, 5001), dtype)
     both(cuda, lambda b, x: b.softmax(x), x)
     both(cuda, lambda b, x: b.log_softmax(x), x)
     both(cuda, lambda b, g, x: b.log_softmax_grad(g, b.log_softmax(x)), x[::-1], x, scale=4)
-    mean, rstd = (np.asarray(v, np.float64 if dtype == "float64" else np.float32) for v in (normal(2), abs(normal(2, seed=1))))
+    mean, rstd = (
+        np.asarray(v, np.float64 if dtype == "float64" else np.float32) for v in (normal(2), abs(normal(2, seed=1)))
+    )
     both(cuda, lambda b, *arrays: b.layer_norm_grad(*arrays), x[::-1], x, x[0], mean, rstd, scale=4)
 
 
@@ -221,13 +252,23 @@ def test_gradient_of_many_rows_and_columns(cuda):
 def test_by_number(cuda, dtype):
     table, index = np.asarray(normal(30, 2, 20), dtype), whole(4, 3, below=30)
     both(cuda, lambda b, t, i: b.take(b.permute(t, (0, 2, 1)), b.permute(i, (1, 0))), table, index)
-    both(cuda, lambda b, g, i: b.take_grad(b.permute(g, (1, 0, 2)), b.permute(i, (1, 0)), 30), np.asarray(normal(4, 3, 40), dtype), index)
+    both(
+        cuda,
+        lambda b, g, i: b.take_grad(b.permute(g, (1, 0, 2)), b.permute(i, (1, 0)), 30),
+        np.asarray(normal(4, 3, 40), dtype),
+        index,
+    )
     # Numbers enough to be divided.
     both(cuda, lambda b, g, i: b.take_grad(g, i, 3), np.asarray(normal(1200, 5), dtype), whole(1200, below=3), scale=4)
     # Shorter than x along other axes, longer along its own.
     x, index = np.asarray(normal(5, 4, 3), dtype), whole(2, 6, 3, below=4)
     both(cuda, lambda b, x, i: b.gather(b.permute(x, (0, 1, 2)), 1, i), x, index)
-    both(cuda, lambda b, g, i: b.gather_grad(b.permute(g, (2, 0, 1)), 1, i, (5, 4, 3)), np.asarray(normal(6, 3, 2), dtype), index)
+    both(
+        cuda,
+        lambda b, g, i: b.gather_grad(b.permute(g, (2, 0, 1)), 1, i, (5, 4, 3)),
+        np.asarray(normal(6, 3, 2), dtype),
+        index,
+    )
     # As a mean's backward leaves it: one number, repeated; and numbers of other strides.
     repeated, turned = np.asarray(normal(1), dtype), np.ascontiguousarray(index.transpose(1, 2, 0))
     both(
@@ -250,8 +291,18 @@ def test_images_of_any_strides(cuda):
     turned = (0, 3, 1, 2)
     both(cuda, lambda b, x, w: b.conv2d(b.permute(x, turned), b.permute(w, (2, 1, 0, 3)), None, *where), x, weight)
     grad = normal(2, 4, 8, 4)
-    both(cuda, lambda b, g, w: b.conv2d_grad_input(b.permute(g, turned), b.permute(w, (2, 1, 0, 3)), (2, 3, 7, 6), *where), grad, weight)
-    both(cuda, lambda b, g, x: b.conv2d_grad_weight(b.permute(g, turned), b.permute(x, turned), (4, 3, 3, 3), *where), grad, x)
+    both(
+        cuda,
+        lambda b, g, w: b.conv2d_grad_input(b.permute(g, turned), b.permute(w, (2, 1, 0, 3)), (2, 3, 7, 6), *where),
+        grad,
+        weight,
+    )
+    both(
+        cuda,
+        lambda b, g, x: b.conv2d_grad_weight(b.permute(g, turned), b.permute(x, turned), (4, 3, 3, 3), *where),
+        grad,
+        x,
+    )
     both(cuda, lambda b, x: b.max_pool2d(b.permute(x, turned), (3, 2), (2, 1)), x)
 
 
@@ -260,7 +311,12 @@ def test_pooling_takes_the_first(cuda):
     x[0, 0, 3:5, 2:4] = np.nan
     both(cuda, lambda b, x: b.max_pool2d(x, (3, 3), (2, 2)), x)
     grad = normal(2, 2, 4, 3).astype("float32")
-    both(cuda, lambda b, x, g: b.max_pool2d_grad(g, b.max_pool2d(x, (3, 3), (2, 2))[1], (2, 2, 9, 8), (3, 3), (2, 2)), x, grad)
+    both(
+        cuda,
+        lambda b, x, g: b.max_pool2d_grad(g, b.max_pool2d(x, (3, 3), (2, 2))[1], (2, 2, 9, 8), (3, 3), (2, 2)),
+        x,
+        grad,
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -286,7 +342,10 @@ def test_optimisers(cuda, dtype, turned):
 def test_the_same_bits_twice(cuda):
     x, grad = (cuda.from_numpy(normal(600, 40, seed=i).astype("float32")) for i in range(2))
     index = cuda.from_numpy(whole(600, below=7))
-    images, weight = cuda.from_numpy(normal(9, 2, 8, 8).astype("float32")), cuda.from_numpy(normal(3, 2, 3, 3).astype("float32"))
+    images, weight = (
+        cuda.from_numpy(normal(9, 2, 8, 8).astype("float32")),
+        cuda.from_numpy(normal(3, 2, 3, 3).astype("float32")),
+    )
     y = cuda.conv2d(images, weight, None, (1, 1), (1, 1))
     pooled, place = cuda.max_pool2d(images, (3, 3), (1, 1))
     calls = [
@@ -339,7 +398,9 @@ def test_devices_do_not_mix(cuda):
 def test_without_gpu_and_interpreter():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": ":".join(sys.path)
+    }
     program = "from mytorch import Device, Tensor\nTensor.ones((2,), device=Device.CUDA)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert result.returncode != 0

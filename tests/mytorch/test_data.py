@@ -19,14 +19,20 @@ def serial():
 
 
 def idx(array, code):
-    return bytes([0, 0, code, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(TYPES[code]).tobytes()
+    return (
+        bytes([0, 0, code, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.astype(TYPES[code]).tobytes()
+    )
 
 
 @pytest.mark.parametrize("code", TYPES)
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 2, 4), (0, 4)])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_idx_of_every_type(tmp_path, code, shape, pack):
-    array = np.arange(np.prod(shape)).reshape(shape).astype(np.dtype(TYPES[code]).newbyteorder("=")) - (0 if code == 8 else 3)
+    array = np.arange(np.prod(shape)).reshape(shape).astype(np.dtype(TYPES[code]).newbyteorder("=")) - (
+        0 if code == 8 else 3
+    )
     # The name says nothing about compression, the content does.
     (tmp_path / "file").write_bytes(pack(idx(array, code)))
     found = data.load_idx(tmp_path / "file")
@@ -52,12 +58,24 @@ PACKED = gzip.compress(WHOLE, mtime=0)
     ("content", "said"),
     [
         (b"", "is no IDX file: it must begin with 00 00 and a type among 08, 09, 0b, 0c, 0d, 0e, and begins with ''"),
-        (b"\x89PNG1234", "is no IDX file: it must begin with 00 00 and a type among 08, 09, 0b, 0c, 0d, 0e, and begins with '89 50 4e 47'"),
+        (
+            b"\x89PNG1234",
+            (
+                "is no IDX file: it must begin with 00 00 and a type among 08, 09, 0b, 0c, 0d, 0e, and begins with '89"
+                " 50 4e 47'"
+            ),
+        ),
         (b"\0\0\x0a\x01", "is no IDX file"),
         (WHOLE[:9], "is truncated: 2 axes take a header of 12 bytes, and the file has 9: download it again"),
-        (WHOLE[:-1], "is truncated: shape [2, 3] of 4-byte elements takes 36 bytes, and the file has 35: download it again"),
+        (
+            WHOLE[:-1],
+            "is truncated: shape [2, 3] of 4-byte elements takes 36 bytes, and the file has 35: download it again",
+        ),
         (WHOLE + b"\0", "is too long: shape [2, 3] of 4-byte elements takes 36 bytes, and the file has 37"),
-        (b"\0\0\x08\x04" + b"\xff" * 16, "is truncated: shape [4294967295, 4294967295, 4294967295, 4294967295] of 1-byte elements takes"),
+        (
+            b"\0\0\x08\x04" + b"\xff" * 16,
+            "is truncated: shape [4294967295, 4294967295, 4294967295, 4294967295] of 1-byte elements takes",
+        ),
         (PACKED[:-4], "is a truncated or damaged gzip file"),
         (PACKED[:15] + b"\xff\xff" + PACKED[17:], "is a truncated or damaged gzip file"),
         (gzip.compress(WHOLE[:-1], mtime=0), "is truncated: shape [2, 3]"),
@@ -165,7 +183,10 @@ def ragged():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: data.ArrayDataset(np.zeros(3), np.zeros((4, 2))), "ArrayDataset wants arrays of one length, got shapes [3], [4, 2]"),
+        (
+            lambda: data.ArrayDataset(np.zeros(3), np.zeros((4, 2))),
+            "ArrayDataset wants arrays of one length, got shapes [3], [4, 2]",
+        ),
         (lambda: data.ArrayDataset(), "got shapes none"),
         (lambda: data.ArrayDataset(np.zeros(())), "got shapes []"),
         (lambda: data.DataLoader([1, 2]), "DataLoader takes a Dataset, not list: wrap arrays in ArrayDataset"),

@@ -18,12 +18,19 @@ def compare(backend, make, theirs, *arrays, scale=4.0):
         mytorch.manual_seed(0)
         module = make()
         # Zeros and ones would hide a mistake.
-        module.load_state_dict({name: normal(*x.shape, seed=i) for i, (name, x) in enumerate(module.named_parameters())})
+        module.load_state_dict(
+            {name: normal(*x.shape, seed=i) for i, (name, x) in enumerate(module.named_parameters())}
+        )
         module.to(device)
         right = {name: torch.tensor(x.numpy(), requires_grad=True) for name, x in module.named_parameters()}
         floats = [array.dtype.kind == "f" for array in arrays]
-        mine = [Tensor.create(a, requires_grad=f, dtype="float32" if f else None, device=device) for a, f in zip(arrays, floats, strict=True)]
-        others = [torch.tensor(a.astype("float32") if f else a, requires_grad=f) for a, f in zip(arrays, floats, strict=True)]
+        mine = [
+            Tensor.create(a, requires_grad=f, dtype="float32" if f else None, device=device)
+            for a, f in zip(arrays, floats, strict=True)
+        ]
+        others = [
+            torch.tensor(a.astype("float32") if f else a, requires_grad=f) for a, f in zip(arrays, floats, strict=True)
+        ]
         found, expected = module(*mine), theirs(*others, right)
         close(found, expected, "result", scale)
         incoming = normal(*expected.shape, seed=9).astype("float32")
@@ -34,7 +41,8 @@ def compare(backend, make, theirs, *arrays, scale=4.0):
                 close(x.grad, y.grad, f"gradient of input {i}", scale)
         for name, x in module.named_parameters():
             if name.endswith("to_k.bias"):
-                # It adds the same to all scores of a query, which softmax does not notice: the gradient is 0, but for rounding.
+                # It adds the same to all scores of a query, which softmax does not notice: the gradient is 0, but for
+                # rounding.
                 assert abs(x.grad.numpy()).max() < 1e-4 * right[name.replace("bias", "weight")].grad.abs().max()
             else:
                 close(x.grad, right[name].grad, f"gradient of {name}", scale)
@@ -54,13 +62,23 @@ def test_conv2d(backend):
         lambda x, p: functional.conv2d(x, p["weight"], p["bias"], 2, (1, 0)),
         normal(2, 2, 7, 6),
     )
-    compare(backend, lambda: nn.Conv2D(1, 2, 3, bias=False), lambda x, p: functional.conv2d(x, p["weight"]), normal(2, 1, 5, 5))
+    compare(
+        backend,
+        lambda: nn.Conv2D(1, 2, 3, bias=False),
+        lambda x, p: functional.conv2d(x, p["weight"]),
+        normal(2, 1, 5, 5),
+    )
 
 
 @each_cpu
 def test_layers_without_parameters(backend):
     compare(backend, lambda: nn.MaxPool2D(2), lambda x, p: functional.max_pool2d(x, 2), normal(2, 3, 6, 7))
-    compare(backend, lambda: nn.MaxPool2D(3, stride=(1, 2)), lambda x, p: functional.max_pool2d(x, 3, (1, 2)), normal(2, 3, 6, 7))
+    compare(
+        backend,
+        lambda: nn.MaxPool2D(3, stride=(1, 2)),
+        lambda x, p: functional.max_pool2d(x, 3, (1, 2)),
+        normal(2, 3, 6, 7),
+    )
     compare(backend, nn.ReLU, lambda x, p: torch.relu(x), normal(3, 4))
     compare(backend, nn.GELU, lambda x, p: functional.gelu(x, approximate="tanh"), normal(3, 4))
     compare(backend, nn.SiLU, lambda x, p: functional.silu(x), normal(3, 4))
@@ -69,12 +87,19 @@ def test_layers_without_parameters(backend):
 
 @each_cpu
 def test_layer_norm(backend):
-    compare(backend, lambda: nn.LayerNorm(6, eps=1e-3), lambda x, p: functional.layer_norm(x, (6,), p["weight"], p["bias"], 1e-3), normal(2, 3, 6))
+    compare(
+        backend,
+        lambda: nn.LayerNorm(6, eps=1e-3),
+        lambda x, p: functional.layer_norm(x, (6,), p["weight"], p["bias"], 1e-3),
+        normal(2, 3, 6),
+    )
 
 
 @each_cpu
 def test_embedding(backend):
-    compare(backend, lambda: nn.Embedding(9, 4), lambda i, p: functional.embedding(i, p["weight"]), whole(3, 5, below=9))
+    compare(
+        backend, lambda: nn.Embedding(9, 4), lambda i, p: functional.embedding(i, p["weight"]), whole(3, 5, below=9)
+    )
 
 
 def attend(p, x, context, heads, kv_heads, causal, under=""):
@@ -101,7 +126,9 @@ def test_attention_to_a_context(backend):
     def theirs(x, context, p):
         return attend(p, x, context, 2, 2, False)
 
-    compare(backend, lambda: nn.MultiHeadAttention(6, 2), theirs, normal(2, 3, 6) / 4, normal(2, 5, 6, seed=1) / 4, scale=20)
+    compare(
+        backend, lambda: nn.MultiHeadAttention(6, 2), theirs, normal(2, 3, 6) / 4, normal(2, 5, 6, seed=1) / 4, scale=20
+    )
 
 
 @each_backend
@@ -109,16 +136,31 @@ def test_transformer_block(backend):
     def theirs(x, p):
         normed = functional.layer_norm(x, (8,), p["norm_attention.weight"], p["norm_attention.bias"])
         x = x + attend(p, normed, normed, 2, 1, True, "attention.")
-        hidden = functional.layer_norm(x, (8,), p["norm_mlp.weight"], p["norm_mlp.bias"]) @ p["mlp.0.weight"] + p["mlp.0.bias"]
+        hidden = (
+            functional.layer_norm(x, (8,), p["norm_mlp.weight"], p["norm_mlp.bias"]) @ p["mlp.0.weight"]
+            + p["mlp.0.bias"]
+        )
         return x + functional.gelu(hidden, approximate="tanh") @ p["mlp.2.weight"] + p["mlp.2.bias"]
 
-    compare(backend, lambda: nn.TransformerBlock(8, 2, kv_heads=1, causal=True, hidden=12), theirs, normal(2, 5, 8), scale=20)
+    compare(
+        backend,
+        lambda: nn.TransformerBlock(8, 2, kv_heads=1, causal=True, hidden=12),
+        theirs,
+        normal(2, 5, 8),
+        scale=20,
+    )
 
 
 @each_backend
 def test_losses(backend):
     compare(backend, nn.MSELoss, lambda x, y, p: functional.mse_loss(x, y), normal(3, 4), normal(3, 4, seed=1))
-    compare(backend, nn.CrossEntropyLoss, lambda x, i, p: functional.cross_entropy(x, i), 5 * normal(6, 4), whole(6, below=4))
+    compare(
+        backend,
+        nn.CrossEntropyLoss,
+        lambda x, i, p: functional.cross_entropy(x, i),
+        5 * normal(6, 4),
+        whole(6, below=4),
+    )
     compare(
         backend,
         nn.CrossEntropyLoss,
@@ -126,7 +168,13 @@ def test_losses(backend):
         normal(2, 3, 5),
         whole(2, 3, below=5),
     )
-    compare(backend, nn.CrossEntropyLoss, lambda x, i, p: functional.cross_entropy(x, i), 1e4 * normal(6, 4), whole(6, below=4))
+    compare(
+        backend,
+        nn.CrossEntropyLoss,
+        lambda x, i, p: functional.cross_entropy(x, i),
+        1e4 * normal(6, 4),
+        whole(6, below=4),
+    )
 
 
 @each_cpu
@@ -154,7 +202,9 @@ def serial():
 
 
 class Model(nn.Module):
-    """Parameters everywhere they may be: direct, in a module, in a list and a dict, used twice; and state, a result and something private."""
+    """Parameters everywhere they may be: direct, in a module, in a list and a dict, used twice; and state, a result and
+    something private.
+    """
 
     def __init__(self):
         self.scale = Tensor.ones((2,), requires_grad=True)
@@ -179,7 +229,13 @@ def test_parameters_are_found_in_order_and_once():
 
 
 def test_repr_shows_the_tree():
-    assert repr(nn.Sequential(nn.Conv2D(1, 2, 3, stride=2, padding=1, bias=False), nn.Sequential(nn.MaxPool2D(2), nn.Dropout(0.1)), Model())) == (
+    assert repr(
+        nn.Sequential(
+            nn.Conv2D(1, 2, 3, stride=2, padding=1, bias=False),
+            nn.Sequential(nn.MaxPool2D(2), nn.Dropout(0.1)),
+            Model(),
+        )
+    ) == (
         "Sequential(\n"
         "  0: Conv2D(1, 2, (3, 3), stride=(2, 2), padding=(1, 1), bias=False)\n"
         "  1: Sequential(\n"
@@ -308,7 +364,10 @@ def test_a_state_that_does_not_fit_names_everything_and_changes_nothing():
     before = model.state_dict()
     with pytest.raises(ValueError, match="does not fit") as error:
         model.load_state_dict(state)
-    assert "missing: scale, heads.a.bias; unexpected: other; wrongly shaped: blocks.0.weight (expected [2, 3], got [3, 2])" in str(error.value)
+    assert (
+        "missing: scale, heads.a.bias; unexpected: other; wrongly shaped: blocks.0.weight (expected [2, 3], got [3, 2])"
+        in str(error.value)
+    )
     assert all((value == before[name]).all() for name, value in model.state_dict().items())
 
 
@@ -337,9 +396,15 @@ def test_files_that_cannot_be_loaded(tmp_path, monkeypatch):
         (lambda: nn.MultiHeadAttention(8, 4)(Tensor.ones((3, 8))), "attention wants [B, T, width], got [3, 8]"),
         (lambda: nn.Sequential(nn.ReLU(), len), "number 1 is builtin_function_or_method"),
         (lambda: nn.MSELoss()(Tensor.ones((3, 1)), Tensor.ones((3,))), "two tensors of one shape, got [3, 1] and [3]"),
-        (lambda: nn.CrossEntropyLoss()(Tensor.ones((3, 2)), Tensor.ones((3,))), "int64 targets [...], got [3, 2] and float32 [3]"),
+        (
+            lambda: nn.CrossEntropyLoss()(Tensor.ones((3, 2)), Tensor.ones((3,))),
+            "int64 targets [...], got [3, 2] and float32 [3]",
+        ),
         (lambda: nn.CrossEntropyLoss()(Tensor.ones((3, 2)), Tensor.arange(2)), "got [3, 2] and int64 [2]"),
-        (lambda: nn.CrossEntropyLoss()(Tensor.ones((3, 2)), Tensor.arange(3)), "numbers from 0 to 2, and only 0 to 1 are there"),
+        (
+            lambda: nn.CrossEntropyLoss()(Tensor.ones((3, 2)), Tensor.arange(3)),
+            "numbers from 0 to 2, and only 0 to 1 are there",
+        ),
         (lambda: nn.Module()(1), "Module must implement forward"),
     ],
 )

@@ -1,5 +1,8 @@
 """Every operation against torch: result, type, shape, all gradients, on every backend, in every floating-point type."""
 
+# Every lambda is called before its loop goes on.
+# ruff: noqa: B023
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,8 @@ UNARY = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
-# Shapes that broadcast in every way that is treated by itself: equal, numbers, rows, columns, inner axes, both sides, empty, large.
+# Shapes that broadcast in every way that is treated by itself: equal, numbers, rows, columns, inner axes, both sides,
+# empty, large.
 PAIRS = [
     ((), ()),
     ((7,), ()),
@@ -81,14 +85,20 @@ def test_pow(backend, dtype):
     for left, right in PAIRS:
         compare(backend, lambda x, y: x**y, torch.pow, abs(normal(*left)) + 0.2, normal(*right, seed=1), dtype=dtype)
     for exponent in (0, 1, 2, 3, -1, 0.5):
-        compare(backend, lambda x: x**exponent, lambda x: x**exponent, abs(normal(3, 4)) + 0.2, dtype=dtype)  # noqa: B023
+        compare(backend, lambda x: x**exponent, lambda x: x**exponent, abs(normal(3, 4)) + 0.2, dtype=dtype)
     compare(backend, lambda x: x**3, lambda x: x**3, normal(3, 4), dtype=dtype)
     compare(backend, lambda x: 2**x, lambda x: 2**x, normal(3, 4), dtype=dtype)
 
 
 @each_backend
 def test_numbers_beside_tensors(backend):
-    for operation in (lambda x: 2 - x, lambda x: 1 / (x * x + 1), lambda x: 3 * x + 1, lambda x: -x - 2.5, lambda x: x / 4):
+    for operation in (
+        lambda x: 2 - x,
+        lambda x: 1 / (x * x + 1),
+        lambda x: 3 * x + 1,
+        lambda x: -x - 2.5,
+        lambda x: x / 4,
+    ):
         compare(backend, operation, operation, normal(3, 4))
     for operation in (lambda x: x + 1, lambda x: x * 0.5, lambda x: x / 2, lambda x: x == 3, lambda x: x < 2):
         compare(backend, operation, operation, whole(3, 4, below=5))
@@ -105,7 +115,14 @@ def test_types_combine(backend):
 @each_backend
 @each_dtype
 def test_where(backend, dtype):
-    compare(backend, lambda x, y: (x > y).where(x, y), lambda x, y: torch.where(x > y, x, y), normal(3, 4), normal(4, seed=1), dtype=dtype)
+    compare(
+        backend,
+        lambda x, y: (x > y).where(x, y),
+        lambda x, y: torch.where(x > y, x, y),
+        normal(3, 4),
+        normal(4, seed=1),
+        dtype=dtype,
+    )
 
 
 @each_backend
@@ -115,9 +132,13 @@ def test_reductions(backend, dtype, keepdims):
     for shape, axis in REDUCTIONS:
         axes = tuple(range(len(shape))) if axis is None else axis
         if shape:
-            compare(backend, lambda x: x.sum(axis, keepdims), lambda x: x.sum(axes, keepdims), normal(*shape), dtype=dtype)  # noqa: B023
-            compare(backend, lambda x: x.mean(axis, keepdims), lambda x: x.mean(axes, keepdims), normal(*shape), dtype=dtype)  # noqa: B023
-        compare(backend, lambda x: x.max(axis, keepdims), lambda x: x.amax(axes, keepdims), normal(*shape), dtype=dtype)  # noqa: B023
+            compare(
+                backend, lambda x: x.sum(axis, keepdims), lambda x: x.sum(axes, keepdims), normal(*shape), dtype=dtype
+            )
+            compare(
+                backend, lambda x: x.mean(axis, keepdims), lambda x: x.mean(axes, keepdims), normal(*shape), dtype=dtype
+            )
+        compare(backend, lambda x: x.max(axis, keepdims), lambda x: x.amax(axes, keepdims), normal(*shape), dtype=dtype)
     tied = whole(4, 5, below=2).astype(float)
     compare(backend, lambda x: x.max(1, keepdims), lambda x: x.amax(1, keepdims), tied, dtype=dtype)
     compare(backend, lambda x: x.sum(0), lambda x: x.sum(0), normal(0, 3), dtype=dtype)
@@ -143,19 +164,41 @@ def test_arrangement(backend, dtype):
         compare(backend, ours, theirs, x, dtype=dtype)
     for axis in (0, 1, -1):
         parts = [normal(*(n + (i == axis % 3) * j for i, n in enumerate((2, 3, 4)))) for j in range(3)]
-        compare(backend, lambda *xs: mytorch.cat(xs, axis), lambda *xs: torch.cat(xs, axis), *parts, dtype=dtype)  # noqa: B023
+        compare(backend, lambda *xs: mytorch.cat(xs, axis), lambda *xs: torch.cat(xs, axis), *parts, dtype=dtype)
 
 
 @each_backend
 @each_dtype
 def test_by_number(backend, dtype):
-    compare(backend, lambda t, i: t.embedding(i), lambda t, i: functional.embedding(i, t), normal(10, 6), whole(3, 7, below=10), dtype=dtype)
-    compare(backend, lambda t, i: t.embedding(i), lambda t, i: functional.embedding(i, t), normal(2, 33), whole(501, below=2), dtype=dtype, scale=4)
+    compare(
+        backend,
+        lambda t, i: t.embedding(i),
+        lambda t, i: functional.embedding(i, t),
+        normal(10, 6),
+        whole(3, 7, below=10),
+        dtype=dtype,
+    )
+    compare(
+        backend,
+        lambda t, i: t.embedding(i),
+        lambda t, i: functional.embedding(i, t),
+        normal(2, 33),
+        whole(501, below=2),
+        dtype=dtype,
+        scale=4,
+    )
     for axis in (0, 1, 2):
         shape = [2, 3, 4]
         shape[axis] = 5
         places = whole(*shape, below=(2, 3, 4)[axis])
-        compare(backend, lambda x, i: x.gather(axis, i), lambda x, i: x.gather(axis, i), normal(2, 3, 4), places, dtype=dtype)  # noqa: B023
+        compare(
+            backend,
+            lambda x, i: x.gather(axis, i),
+            lambda x, i: x.gather(axis, i),
+            normal(2, 3, 4),
+            places,
+            dtype=dtype,
+        )
 
 
 @each_backend
@@ -181,14 +224,30 @@ def test_matmul(backend, dtype, left, right):
 @each_backend
 @each_dtype
 def test_matmul_of_transposed(backend, dtype):
-    compare(backend, lambda x, y: x.T @ y.transpose(), lambda x, y: x.T @ y.T, normal(33, 20), normal(50, 33), dtype=dtype, scale=2)
+    compare(
+        backend,
+        lambda x, y: x.T @ y.transpose(),
+        lambda x, y: x.T @ y.T,
+        normal(33, 20),
+        normal(50, 33),
+        dtype=dtype,
+        scale=2,
+    )
 
 
 @each_backend
 @each_dtype
 def test_linear(backend, dtype):
     for shape in ((5, 6), (6,), (2, 3, 6), (0, 6)):
-        compare(backend, lambda x, w, b: x.linear(w, b), lambda x, w, b: x @ w + b, normal(*shape), normal(6, 7), normal(7), dtype=dtype)
+        compare(
+            backend,
+            lambda x, w, b: x.linear(w, b),
+            lambda x, w, b: x @ w + b,
+            normal(*shape),
+            normal(6, 7),
+            normal(7),
+            dtype=dtype,
+        )
         compare(backend, lambda x, w: x.linear(w), lambda x, w: x @ w, normal(*shape), normal(6, 7), dtype=dtype)
 
 
@@ -197,7 +256,9 @@ def test_linear(backend, dtype):
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax(backend, dtype, name):
     for shape, axis in (((5,), 0), ((3, 7), -1), ((2, 5, 3), 1), ((0, 3), 1), ((30, 1500), 1), ((3, 1), 1)):
-        compare(backend, lambda x: getattr(x, name)(axis), lambda x: getattr(x, name)(axis), 3 * normal(*shape), dtype=dtype)  # noqa: B023
+        compare(
+            backend, lambda x: getattr(x, name)(axis), lambda x: getattr(x, name)(axis), 3 * normal(*shape), dtype=dtype
+        )
     compare(backend, lambda x: getattr(x, name)(), lambda x: getattr(x, name)(-1), 1000 * normal(4, 9), dtype="float32")
 
 
@@ -206,7 +267,14 @@ def test_softmax(backend, dtype, name):
 def test_layer_norm(backend, dtype):
     for shape in ((5, 8), (2, 3, 33), (70, 700)):
         arrays = normal(*shape) + 2, normal(shape[-1]), normal(shape[-1], seed=1)
-        compare(backend, lambda x, w, b: x.layer_norm(w, b), lambda x, w, b: functional.layer_norm(x, w.shape, w, b), *arrays, dtype=dtype, scale=3)
+        compare(
+            backend,
+            lambda x, w, b: x.layer_norm(w, b),
+            lambda x, w, b: functional.layer_norm(x, w.shape, w, b),
+            *arrays,
+            dtype=dtype,
+            scale=3,
+        )
 
 
 CONVOLUTIONS = [
@@ -238,12 +306,30 @@ def test_conv2d(backend, dtype, images, weight, stride, padding):
 @each_dtype
 @pytest.mark.parametrize(
     ("images", "size", "stride"),
-    [((2, 3, 8, 8), 2, None), ((2, 3, 9, 7), 2, None), ((1, 2, 7, 8), 3, 2), ((2, 1, 6, 6), (2, 3), (1, 2)), ((20, 8, 24, 24), 2, None)],
+    [
+        ((2, 3, 8, 8), 2, None),
+        ((2, 3, 9, 7), 2, None),
+        ((1, 2, 7, 8), 3, 2),
+        ((2, 1, 6, 6), (2, 3), (1, 2)),
+        ((20, 8, 24, 24), 2, None),
+    ],
 )
 def test_max_pool2d(backend, dtype, images, size, stride):
-    compare(backend, lambda x: x.max_pool2d(size, stride), lambda x: functional.max_pool2d(x, size, stride), normal(*images), dtype=dtype)
+    compare(
+        backend,
+        lambda x: x.max_pool2d(size, stride),
+        lambda x: functional.max_pool2d(x, size, stride),
+        normal(*images),
+        dtype=dtype,
+    )
     tied = whole(*images, below=2).astype(float)
-    compare(backend, lambda x: x.max_pool2d(size, stride), lambda x: functional.max_pool2d(x, size, stride), tied, dtype=dtype)
+    compare(
+        backend,
+        lambda x: x.max_pool2d(size, stride),
+        lambda x: functional.max_pool2d(x, size, stride),
+        tied,
+        dtype=dtype,
+    )
 
 
 def attend(q, k, v, causal):
@@ -252,7 +338,9 @@ def attend(q, k, v, causal):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2]), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2]), -torch.inf
+        )
     return (torch.nan_to_num(scores.softmax(-1), nan=0.0) @ v).transpose(1, 2)
 
 
@@ -267,7 +355,14 @@ def test_attention(backend, dtype, causal, tq, tk, hq, hk, d, dv):
     if backend == "cuda" and dtype == "float64":
         pytest.skip("the attention kernels take fp16 and fp32")
     arrays = normal(2, tq, hq, d), normal(2, tk, hk, d, seed=1), normal(2, tk, hk, dv, seed=2)
-    compare(backend, lambda q, k, v: q.attention(k, v, causal), lambda q, k, v: attend(q, k, v, causal), *arrays, dtype=dtype, scale=4)
+    compare(
+        backend,
+        lambda q, k, v: q.attention(k, v, causal),
+        lambda q, k, v: attend(q, k, v, causal),
+        *arrays,
+        dtype=dtype,
+        scale=4,
+    )
 
 
 @each_backend
@@ -291,9 +386,22 @@ def test_rows_about_a_large_number(backend):
 
 @each_backend
 def test_nothing_in_some_axis(backend):
-    compare(backend, lambda x, w, b: x.linear(w, b), lambda x, w, b: x @ w + b, np.zeros((5, 0)), np.zeros((0, 3)), normal(3))
+    compare(
+        backend,
+        lambda x, w, b: x.linear(w, b),
+        lambda x, w, b: x @ w + b,
+        np.zeros((5, 0)),
+        np.zeros((0, 3)),
+        normal(3),
+    )
     compare(backend, lambda x: x.softmax(), lambda x: x.softmax(-1), np.zeros((3, 0)))
-    compare(backend, lambda t, i: t.embedding(i), lambda t, i: functional.embedding(i, t[:, None])[..., 0], normal(4), np.array(1))
+    compare(
+        backend,
+        lambda t, i: t.embedding(i),
+        lambda t, i: functional.embedding(i, t[:, None])[..., 0],
+        normal(4),
+        np.array(1),
+    )
     for tq, tk, batch in ((0, 3, 2), (3, 0, 2), (3, 3, 0)):
         arrays = normal(batch, tq, 2, 4), normal(batch, tk, 1, 4), normal(batch, tk, 1, 4)
         compare(backend, lambda q, k, v: q.attention(k, v), lambda q, k, v: attend(q, k, v, False), *arrays)

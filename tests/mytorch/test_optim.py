@@ -19,15 +19,25 @@ OPTIMIZERS = {
     "decay": (optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
     "decay without momentum": (optim.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "adam": (optim.Adam, torch.optim.Adam, {"lr": 0.01}),
-    "adam with decay": (optim.Adam, torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+    "adam with decay": (
+        optim.Adam,
+        torch.optim.Adam,
+        {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
+    ),
     "adamw": (optim.AdamW, torch.optim.AdamW, {"lr": 0.01}),
-    "adamw with options": (optim.AdamW, torch.optim.AdamW, {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3}),
+    "adamw with options": (
+        optim.AdamW,
+        torch.optim.AdamW,
+        {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3},
+    ),
 }
 
 
 def parameters(device, dtype="float32"):
     arrays = [normal(*shape).astype(dtype) for shape in SHAPES]
-    return [Tensor.create(a, requires_grad=True, device=device) for a in arrays], [torch.tensor(a, requires_grad=True) for a in arrays]
+    return [Tensor.create(a, requires_grad=True, device=device) for a in arrays], [
+        torch.tensor(a, requires_grad=True) for a in arrays
+    ]
 
 
 def give_gradients(mine, theirs, step, device):
@@ -145,7 +155,11 @@ def trained(seed, steps, device=mytorch.Device.CPU):
     """The losses and the final state of a short training."""
     mytorch.manual_seed(seed)
     model = Network().to(device)
-    images, numbers, classes = normal(32, 1, 8, 8).astype("float32"), np.arange(32 * 4).reshape(32, 4) % 5, np.arange(32) % 3
+    images, numbers, classes = (
+        normal(32, 1, 8, 8).astype("float32"),
+        np.arange(32 * 4).reshape(32, 4) % 5,
+        np.arange(32) % 3,
+    )
     loader = data.DataLoader(data.ArrayDataset(images, numbers, classes), 8, shuffle=True, device=device)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     schedule = optim.CosineSchedule(optimizer, steps, warmup_steps=2)
@@ -203,7 +217,9 @@ def test_training_goes_on_after_a_move():
         for step in range(4):
             device = move if step >= 2 else mytorch.Device.CPU
             model.to(device)
-            loss = nn.MSELoss()(model(Tensor.create(normal(3, 4), dtype="float32", device=device)), Tensor.ones((3, 2), device=device))
+            loss = nn.MSELoss()(
+                model(Tensor.create(normal(3, 4), dtype="float32", device=device)), Tensor.ones((3, 2), device=device)
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -249,7 +265,9 @@ def test_states_that_do_not_fit():
             optim.SGD(mine, lr=1).load_state_dict(state)
         with pytest.raises(ValueError, match="the state is of 4 parameters, and this Adam has 2"):
             optim.Adam(mine[:2]).load_state_dict(state)
-        with pytest.raises(ValueError, match=r"first of parameter 0 \(expected \[70, 130\], got \[3, 4\]\); second of parameter 0"):
+        with pytest.raises(
+            ValueError, match=r"first of parameter 0 \(expected \[70, 130\], got \[3, 4\]\); second of parameter 0"
+        ):
             optim.Adam(mine[::-1]).load_state_dict(state)
         with pytest.raises(ValueError, match="velocity of parameter 0 .*got nothing"):
             optim.SGD(mine, lr=1, momentum=0.9).load_state_dict({**state, "optimizer": "SGD"})
@@ -263,10 +281,16 @@ def test_states_that_do_not_fit():
         (lambda x: optim.Adam([x, x.detach()]), "Adam's parameter 1 must be"),
         (lambda x: optim.SGD([x], lr=-1), "SGD's lr is a number of at least 0, not -1"),
         (lambda x: optim.SGD([x], lr=1, momentum=float("nan")), "SGD's momentum is a number of at least 0, not nan"),
-        (lambda x: optim.AdamW([x], betas=(0.9, 1.0)), "AdamW's betas are two numbers from 0 to below 1, not (0.9, 1.0)"),
+        (
+            lambda x: optim.AdamW([x], betas=(0.9, 1.0)),
+            "AdamW's betas are two numbers from 0 to below 1, not (0.9, 1.0)",
+        ),
         (lambda x: optim.clip_grad_norm([x], 0), "max_norm is a number above 0, not 0"),
         (lambda x: optim.CosineSchedule(optim.Adam([x]), 5, warmup_steps=5), "got warmup_steps 5 and total_steps 5"),
-        (lambda x: optim.CosineSchedule(optim.Adam([x]), 5, minimum=1.0), "between 0 and the optimiser's lr, 0.001, not 1.0"),
+        (
+            lambda x: optim.CosineSchedule(optim.Adam([x]), 5, minimum=1.0),
+            "between 0 and the optimiser's lr, 0.001, not 1.0",
+        ),
     ],
 )
 def test_errors(make, said):

@@ -54,7 +54,11 @@ def test_the_numbers_of_the_text_are_those_of_the_code():
 
 
 def test_the_code_of_the_guide_and_the_readme_runs():
-    blocks = [text for page in ("docs/mytorch.md", "README.md") for _, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+    blocks = [
+        text
+        for page in ("docs/mytorch.md", "README.md")
+        for _, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    ]
     ours = [text for text in blocks if "from mytorch import" in text]
     assert len(ours) == 3
     for text in ours:

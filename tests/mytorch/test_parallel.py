@@ -1,4 +1,6 @@
-"""The parallel backend against the serial one: every loop, on small odd shapes that only reach it because the thresholds are lowered here."""
+"""The parallel backend against the serial one: every loop, on small odd shapes that only reach it because the
+thresholds are lowered here.
+"""
 
 import numba
 import numpy as np
@@ -12,7 +14,9 @@ from mytorch.backends.base import UNARY
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
-each_count = pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core"))])
+each_count = pytest.mark.parametrize(
+    "threads", [1, pytest.param(2, marks=pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core"))]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,9 @@ def same(monkeypatch, name, dtype, *arguments, reaches_loop=True):
     """Results and arguments written to are those of the serial backend, which the parallel one must not have called."""
 
     def prepared():
-        return [a.astype(dtype, order="K") if isinstance(a, np.ndarray) and a.dtype.kind == "f" else a for a in arguments]
+        return [
+            a.astype(dtype, order="K") if isinstance(a, np.ndarray) and a.dtype.kind == "f" else a for a in arguments
+        ]
 
     def refuse(*_):
         raise AssertionError(f"{name} went to the serial backend")
@@ -69,7 +75,9 @@ def turned(*shape, seed=0):
 @each_count
 def test_of_one(monkeypatch, dtype, threads):
     mytorch.set_num_threads(threads)
-    x = np.concatenate([4 * normal(73), 100 * normal(20), 1e-3 * normal(20), [0.0, np.nan, np.inf, -np.inf, 88.7, -103.0]])
+    x = np.concatenate(
+        [4 * normal(73), 100 * normal(20), 1e-3 * normal(20), [0.0, np.nan, np.inf, -np.inf, 88.7, -103.0]]
+    )
     for name in UNARY:
         given = abs(x) if name == "sqrt" else x
         same(monkeypatch, "unary", dtype, name, given, reaches_loop=name != "log")
@@ -108,7 +116,13 @@ def test_of_two(monkeypatch, dtype, threads, name):
         same(monkeypatch, "binary", dtype, name, normal(*large), normal(*small, seed=1) + 3, reaches_loop=False)
     odd = np.array([0.0, 1.0, -1.0, np.nan, np.inf, -np.inf])
     with np.errstate(all="ignore"):
-        same(monkeypatch, "binary", dtype, name, *(np.ascontiguousarray(a) for a in np.broadcast_arrays(odd, odd[:, None])))
+        same(
+            monkeypatch,
+            "binary",
+            dtype,
+            name,
+            *(np.ascontiguousarray(a) for a in np.broadcast_arrays(odd, odd[:, None])),
+        )
 
 
 @each_dtype
@@ -199,7 +213,17 @@ def test_convolution(monkeypatch, dtype, threads, images, weight, stride, paddin
 
 def test_convolution_of_a_border_wider_than_the_window(monkeypatch):
     same(monkeypatch, "conv2d", "float32", normal(2, 1, 4, 4), normal(3, 1, 2, 2), None, (1, 1), (3, 3))
-    same(monkeypatch, "conv2d_grad_input", "float32", normal(2, 3, 9, 9), normal(3, 1, 2, 2), (2, 1, 4, 4), (1, 1), (3, 3), reaches_loop=False)
+    same(
+        monkeypatch,
+        "conv2d_grad_input",
+        "float32",
+        normal(2, 3, 9, 9),
+        normal(3, 1, 2, 2),
+        (2, 1, 4, 4),
+        (1, 1),
+        (3, 3),
+        reaches_loop=False,
+    )
 
 
 @each_dtype
@@ -214,7 +238,13 @@ def test_pooling(monkeypatch, dtype, threads):
         same(monkeypatch, "max_pool2d_grad", dtype, normal(*out.shape), where, x.shape, size, stride)
 
 
-ATTENTION = [(5, 5, 2, 2, 4, 4), (70, 130, 4, 2, 9, 5), (130, 70, 2, 1, 8, 17), (1, 65, 3, 3, 1, 3), (33, 64, 1, 1, 16, 16)]
+ATTENTION = [
+    (5, 5, 2, 2, 4, 4),
+    (70, 130, 4, 2, 9, 5),
+    (130, 70, 2, 1, 8, 17),
+    (1, 65, 3, 3, 1, 3),
+    (33, 64, 1, 1, 16, 16),
+]
 
 
 @each_dtype
@@ -223,7 +253,12 @@ ATTENTION = [(5, 5, 2, 2, 4, 4), (70, 130, 4, 2, 9, 5), (130, 70, 2, 1, 8, 17), 
 def test_attention(monkeypatch, dtype, threads, causal):
     mytorch.set_num_threads(threads)
     for tq, tk, hq, hk, d, dv in ATTENTION:
-        q, k, v, grad = normal(2, tq, hq, d), turned(2, tk, hk, d, seed=1), normal(2, tk, hk, dv, seed=2), normal(2, tq, hq, dv, seed=3)
+        q, k, v, grad = (
+            normal(2, tq, hq, d),
+            turned(2, tk, hk, d, seed=1),
+            normal(2, tk, hk, dv, seed=2),
+            normal(2, tq, hq, dv, seed=3),
+        )
         same(monkeypatch, "attention", dtype, q, k, v, causal, 0.4)
         output, lse = serial.SerialBackend().attention(q, k, v, causal, 0.4)
         same(monkeypatch, "attention_grad", dtype, grad, q, k, v, output, lse, causal, 0.4)
@@ -244,7 +279,20 @@ def test_optimisers(monkeypatch, dtype, threads):
         same(monkeypatch, "sgd_", dtype, normal(5, 7), normal(5, 7, seed=1), normal(5, 7, seed=2), 0.1, 0.9, decay)
         for decoupled in (False, True):
             moments = normal(5, 7, seed=2), abs(normal(5, 7, seed=3))
-            same(monkeypatch, "adam_", dtype, normal(5, 7), turned(5, 7), *moments, 3, 0.1, (0.9, 0.99), 1e-8, decay, decoupled)
+            same(
+                monkeypatch,
+                "adam_",
+                dtype,
+                normal(5, 7),
+                turned(5, 7),
+                *moments,
+                3,
+                0.1,
+                (0.9, 0.99),
+                1e-8,
+                decay,
+                decoupled,
+            )
     same(monkeypatch, "sgd_", dtype, turned(5, 7), normal(5, 7), None, 0.1, 0.0, 0.0, reaches_loop=False)
 
 
@@ -255,7 +303,12 @@ def test_other_types_are_numpys(monkeypatch):
         np.testing.assert_array_equal(backend.binary("add", x, x), x + x)
         np.testing.assert_array_equal(backend.sum(x, (0,), False), serial.SerialBackend().sum(x, (0,), False))
     assert backend.softmax(half).dtype == np.float16
-    assert backend.conv2d(normal(1, 1, 3, 3).astype(np.float16), normal(1, 1, 2, 2).astype(np.float16), None, (1, 1), (0, 0)).dtype == np.float16
+    assert (
+        backend.conv2d(
+            normal(1, 1, 3, 3).astype(np.float16), normal(1, 1, 2, 2).astype(np.float16), None, (1, 1), (0, 0)
+        ).dtype
+        == np.float16
+    )
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
@@ -289,7 +342,10 @@ def test_a_step_of_training_reaches_the_same_place():
         before = mytorch.cpu_backend()
         mytorch.set_cpu_backend(backend)
         try:
-            x, w, v = (Tensor.create(a.astype(np.float32), requires_grad=True) for a in (normal(3, 1, 6, 6), normal(4, 1, 3, 3), normal(16, 5)))
+            x, w, v = (
+                Tensor.create(a.astype(np.float32), requires_grad=True)
+                for a in (normal(3, 1, 6, 6), normal(4, 1, 3, 3), normal(16, 5))
+            )
             loss = x.conv2d(w, padding=1).relu().max_pool2d(3).flatten(1).linear(v).log_softmax().mean()
             loss.backward()
             found.append([loss.numpy(), *(t.grad.numpy() for t in (x, w, v))])

@@ -22,12 +22,20 @@ def test_broadcasting(backend, name):
     @given(mutually_broadcastable_shapes(num_shapes=2, max_dims=4, max_side=3, min_side=0))
     def check(shapes):
         left, right = shapes.input_shapes
-        compare(backend, lambda x, y: getattr(x, name)(y), getattr(torch, name), numbers(left, 0), numbers(right, 1), dtype="float64")
+        compare(
+            backend,
+            lambda x, y: getattr(x, name)(y),
+            getattr(torch, name),
+            numbers(left, 0),
+            numbers(right, 1),
+            dtype="float64",
+        )
 
     check()
 
 
-# Steps of a graph, each for both frameworks alike: from one or two of the values so far, all of shape [3, 4], to another.
+# Steps of a graph, each for both frameworks alike: from one or two of the values so far, all of shape [3, 4], to
+# another.
 STEPS = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,

@@ -52,12 +52,19 @@ def test_as_a_gate_model_of_the_operator(dtype):
     """Gradients reach every parameter, and the query that gates are made of."""
     model = make(8, 6, dtype=dtype)
     offsets, heads, channels, values = torch.tensor([0, 20, 20, 53]), 2, 8, 4
-    q, k, v, u = (draw(53, heads * d, dtype=torch.float32, seed=i).to(dtype) for i, d in enumerate((channels, channels, values, values)))
+    q, k, v, u = (
+        draw(53, heads * d, dtype=torch.float32, seed=i).to(dtype)
+        for i, d in enumerate((channels, channels, values, values))
+    )
     mask = torch.zeros(3, 40, 40, dtype=torch.bool)
-    o, padded_q, _ = tilewise.hstu_attention_with_bsa(heads, channels, values, q, k, v, u, offsets, mask, model, block_size=8, window_size=5)
+    o, padded_q, _ = tilewise.hstu_attention_with_bsa(
+        heads, channels, values, q, k, v, u, offsets, mask, model, block_size=8, window_size=5
+    )
     gates = model(q.unflatten(1, (heads, channels)))
     q, k, v, u = (x.unflatten(1, (heads, -1)) for x in (q, k, v, u))
-    expected, _ = tilewise.block_sparse_attn(q, k, v, u, *gates, block_counts=4, block_size=8, window_size=5, seq_offsets=offsets)
+    expected, _ = tilewise.block_sparse_attn(
+        q, k, v, u, *gates, block_counts=4, block_size=8, window_size=5, seq_offsets=offsets
+    )
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(o, expected.flatten(1), rtol=tolerance, atol=tolerance)
     assert padded_q.shape == (3, 40, heads, channels)

@@ -75,8 +75,14 @@ def sparse_sequence(q, k, v, u, gates, count, block, window):
         own = t // block
         for h in range(heads):
             chooser = h // 2 * 2 if heads % 2 == 0 else h
-            branches[0, t, h] = sum(weigh(t, h, means[0][c][h]) * means[1][c][h] for c in range((t + 1) // block)) if t + 1 >= block else 0.0
-            best = sorted(range(own), key=lambda c, t=t, h=chooser: (-weigh(t, h, means[0][c][h]).item(), c))[: count - 1]
+            branches[0, t, h] = (
+                sum(weigh(t, h, means[0][c][h]) * means[1][c][h] for c in range((t + 1) // block))
+                if t + 1 >= block
+                else 0.0
+            )
+            best = sorted(range(own), key=lambda c, t=t, h=chooser: (-weigh(t, h, means[0][c][h]).item(), c))[
+                : count - 1
+            ]
             keys = [j for j in range(t + 1) if j // block in (*best, own)]
             branches[1, t, h] = sum(weigh(t, h, k[j, h]) * v[j, h] for j in keys)
             if window:
@@ -92,7 +98,9 @@ def test_forward_is_its_parts(name):
     layer, x = make(**options), draw(45, 24)
     heads, limits = options.get("heads", 4), options if "attention" not in options else None
     state = dict(layer.named_parameters())
-    h = silu(norm(x, state["norm_in.weight"], state["norm_in.bias"]) @ state["to_uvqk.weight"].T + state["to_uvqk.bias"])
+    h = silu(
+        norm(x, state["norm_in.weight"], state["norm_in.bias"]) @ state["to_uvqk.weight"].T + state["to_uvqk.bias"]
+    )
     u, v, q, k = (part.reshape(45, heads, -1) for part in h.split([6 * heads, 6 * heads, 8 * heads, 8 * heads], -1))
     targets = torch.tensor([4, 0, 2]) if limits is not None else None
     parts = []
@@ -101,9 +109,24 @@ def test_forward_is_its_parts(name):
         if limits is None:
             sizes = {**SIZES, **options}
             gates = [gate[rows] for gate in layer.gate_model(q)]
-            parts.append(sparse_sequence(q[rows], k[rows], v[rows], u[rows], gates, sizes["block_counts"], sizes["block_size"], sizes["window_size"]))
+            parts.append(
+                sparse_sequence(
+                    q[rows],
+                    k[rows],
+                    v[rows],
+                    u[rows],
+                    gates,
+                    sizes["block_counts"],
+                    sizes["block_size"],
+                    sizes["window_size"],
+                )
+            )
         else:
-            more = {"causal": options.get("causal", True), "limit": options.get("max_attn_len", 0), "context": options.get("contextual_seq_len", 0)}
+            more = {
+                "causal": options.get("causal", True),
+                "limit": options.get("max_attn_len", 0),
+                "context": options.get("contextual_seq_len", 0),
+            }
             o = dense_sequence(q[rows], k[rows], v[rows], longest, targets=int(targets[b]), **more).flatten(1)
             parts.append(norm(o, state["norm_out.weight"], state["norm_out.bias"]) * u[rows].flatten(1))
     expected = x + torch.cat([part.flatten(1) for part in parts]) @ state["to_out.weight"].T + state["to_out.bias"]
@@ -147,7 +170,9 @@ def test_gradients_reach_every_parameter(name, backend):
 
 @pytest.mark.parametrize("options", BOTH, ids=BOTH_IDS)
 def test_gradients_are_those_of_finite_differences(options):
-    """Every parameter along a random direction; the blocks are all chosen, so that no step jumps from one choice to another."""
+    """Every parameter along a random direction; the blocks are all chosen, so that no step jumps from one choice to
+    another.
+    """
     layer, x = make(**options, block_counts=8), draw(45, 24)
     offsets, weight = torch.tensor([0, 13, 45]), draw(45, 24, seed=1)
 
@@ -260,7 +285,10 @@ def test_the_default_backend_agrees_with_the_reference(options, dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", BOTH, ids=BOTH_IDS)
 def test_kernels_agree_with_the_reference(options, device):
-    layer, x = make(**options, dtype=torch.float32, backend="triton").to(device), draw(30, 24, dtype=torch.float32).to(device)
+    layer, x = (
+        make(**options, dtype=torch.float32, backend="triton").to(device),
+        draw(30, 24, dtype=torch.float32).to(device),
+    )
     offsets = torch.tensor([0, 17, 30], device=device)
     o = layer(x, offsets, max_seq_len=17)
     o.sum().backward()
@@ -275,7 +303,11 @@ def test_kernels_agree_with_the_reference(options, device):
 @pytest.mark.parametrize("options", BOTH, ids=BOTH_IDS)
 def test_autocast(options):
     """bf16 inside, fp32 weights and residual."""
-    layer, x, offsets = make(**options, dtype=torch.float32, backend=None), draw(50, 24, dtype=torch.float32), torch.tensor([0, 50])
+    layer, x, offsets = (
+        make(**options, dtype=torch.float32, backend=None),
+        draw(50, 24, dtype=torch.float32),
+        torch.tensor([0, 50]),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o = layer(x, offsets, max_seq_len=50)
     assert o.dtype == torch.float32
@@ -300,12 +332,18 @@ def test_moves_and_names_itself():
     assert layer.attention_dim == layer.linear_dim == 8
     assert isinstance(layer.gate_model, GateModel)
     assert layer.norm_out is None
-    assert "width=32, heads=4, attention_dim=8, linear_dim=8, attention='block-sparse', block_counts=4, block_size=32, window_size=0" in repr(layer)
+    assert (
+        "width=32, heads=4, attention_dim=8, linear_dim=8, attention='block-sparse', block_counts=4, block_size=32,"
+        " window_size=0" in repr(layer)
+    )
     dense = HSTULayer(32, 4, 16, 6, max_attn_len=3, bias=False)
     assert dense.gate_model is None
     assert dense.to_uvqk.bias is None
     assert dense.to_uvqk.out_features == 2 * 4 * (16 + 6)
-    assert "attention_dim=16, linear_dim=6, attention='dense', causal=True, max_attn_len=3, contextual_seq_len=0" in repr(dense)
+    assert (
+        "attention_dim=16, linear_dim=6, attention='dense', causal=True, max_attn_len=3, contextual_seq_len=0"
+        in repr(dense)
+    )
 
 
 BAD_LAYERS = {
@@ -318,8 +356,16 @@ BAD_LAYERS = {
     "gates": ({"attention": "block-sparse", "gate_hidden": 0}, ValueError, "hidden is 0"),
     "dropout": ({"dropout": 1.0}, ValueError, "dropout is 1.0: expected a number below 1"),
     "negative-dropout": ({"dropout": -0.1}, ValueError, "dropout is -0.1: expected a finite number of at least 0"),
-    "causal": ({"attention": "block-sparse", "causal": False}, ValueError, "causal is False.*block-sparse attention is causal"),
-    "context": ({"attention": "block-sparse", "contextual_seq_len": 2}, ValueError, "contextual_seq_len is 2: block-sparse attention is causal"),
+    "causal": (
+        {"attention": "block-sparse", "causal": False},
+        ValueError,
+        "causal is False.*block-sparse attention is causal",
+    ),
+    "context": (
+        {"attention": "block-sparse", "contextual_seq_len": 2},
+        ValueError,
+        "contextual_seq_len is 2: block-sparse attention is causal",
+    ),
 }
 
 
@@ -352,5 +398,7 @@ def test_bad_targets():
     x, offsets = draw(10, 24), torch.tensor([0, 10])
     with pytest.raises(ValueError, match="num_targets is 11 for sequence 0: expected 0 to 10"):
         make()(x, offsets, max_seq_len=10, num_targets=torch.tensor([11]))
-    with pytest.raises(ValueError, match="num_targets is given and attention is 'block-sparse', which knows no targets"):
+    with pytest.raises(
+        ValueError, match="num_targets is given and attention is 'block-sparse', which knows no targets"
+    ):
         make(attention="block-sparse")(x, offsets, max_seq_len=10, num_targets=torch.tensor([1]))

@@ -42,7 +42,9 @@ def test_forward_is_its_parts(compression):
         phi = layer.compression
         parts = {"k_cmp": (k, phi.k_position, phi.k_mlp), "v_cmp": (v, phi.v_position, phi.v_mlp)}
         for name, (tokens, position, mlp) in parts.items():
-            windows = [[mlp((tokens[:, 4 * c : 4 * c + 8, h] + position).flatten(1)) for h in range(2)] for c in range(10)]
+            windows = [
+                [mlp((tokens[:, 4 * c : 4 * c + 8, h] + position).flatten(1)) for h in range(2)] for c in range(10)
+            ]
             more[name] = torch.stack([torch.stack(heads, dim=1) for heads in windows], dim=1)
     names = dict(zip(("g_cmp", "g_slc", "g_swa"), gates.split(4, dim=-1), strict=True))
     o, choices = reference.native_sparse_attention(q, k, v, **names, **more, **SIZES)
@@ -132,7 +134,9 @@ def test_gradients_reach_every_parameter(options, packed, backend):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("compression", ["mean", "learned"])
 def test_gradients_are_those_of_finite_differences(compression, packed):
-    """Every parameter along a random direction; the blocks are all chosen, so that no step jumps from one choice to another."""
+    """Every parameter along a random direction; the blocks are all chosen, so that no step jumps from one choice to
+    another.
+    """
     layer = make(compression=compression, block_count=8, bias=True)
     x = draw(*((45,) if packed else (1, 40)), 24)
     offsets = torch.tensor([0, 13, 45]) if packed else None
@@ -161,7 +165,16 @@ def test_trains(compression):
     """To give one random sequence for another."""
     torch.manual_seed(0)
     layer = NativeSparseAttention(
-        32, 4, 2, compress_size=4, compress_stride=2, block_size=4, block_count=8, window_size=4, compression=compression, backend="cpu"
+        32,
+        4,
+        2,
+        compress_size=4,
+        compress_stride=2,
+        block_size=4,
+        block_count=8,
+        window_size=4,
+        compression=compression,
+        backend="cpu",
     )
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-2)
     x, target = draw(1, 24, 32, dtype=torch.float32), draw(1, 24, 32, dtype=torch.float32, seed=1)
@@ -193,11 +206,16 @@ def test_the_last_token_changes_nothing_before_it():
 
 def test_only_distances_matter_to_rotary_positions():
     x, y = draw(1, 1, 1, 8), draw(1, 1, 1, 8, seed=1)
-    products = [(rotate(x, torch.tensor([a]), 100.0) * rotate(y, torch.tensor([b]), 100.0)).sum() for a, b in ((0, 5), (7, 12), (1000, 1005))]
+    products = [
+        (rotate(x, torch.tensor([a]), 100.0) * rotate(y, torch.tensor([b]), 100.0)).sum()
+        for a, b in ((0, 5), (7, 12), (1000, 1005))
+    ]
     torch.testing.assert_close(products[1:], products[:1] * 2, rtol=1e-10, atol=1e-12)
     far = rotate(x.bfloat16(), torch.tensor([100_003]), 10000.0)
     assert far.dtype == torch.bfloat16
-    torch.testing.assert_close(far.double(), rotate(x.bfloat16().double(), torch.tensor([100_003]), 10000.0), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        far.double(), rotate(x.bfloat16().double(), torch.tensor([100_003]), 10000.0), rtol=2e-2, atol=2e-2
+    )
 
 
 def test_packed_positions_restart():
@@ -245,7 +263,12 @@ def test_moves_and_names_itself():
     assert {(x.device.type, x.dtype) for x in layer.parameters()} == {("meta", torch.bfloat16)}
     assert layer.head_dim == layer.value_dim == 8
     text = repr(layer)
-    for words in ("dim=32, heads=4, kv_heads=4", "block_count=16", "compression='learned', rotary=True", "size=32, key_dim=8, value_dim=8"):
+    for words in (
+        "dim=32, heads=4, kv_heads=4",
+        "block_count=16",
+        "compression='learned', rotary=True",
+        "size=32, key_dim=8, value_dim=8",
+    ):
         assert words in text
     assert isinstance(layer.compression, WindowCompression)
 
@@ -282,7 +305,9 @@ def test_bad_input():
         layer([1.0])
     with pytest.raises(ValueError, match=r"x has shape \[2, 10, 23\]: expected \[B, T, 24\]"):
         layer(x[..., 1:])
-    with pytest.raises(ValueError, match=r"x has shape \[2, 10, 24\]: expected \[N, 24\], packed, since cu_seqlens is given"):
+    with pytest.raises(
+        ValueError, match=r"x has shape \[2, 10, 24\]: expected \[N, 24\], packed, since cu_seqlens is given"
+    ):
         layer(x, cu_seqlens=torch.tensor([0, 10]))
     for compression in ("mean", "learned"):
         with pytest.raises(ValueError, match="cu_seqlens ends at 9"):

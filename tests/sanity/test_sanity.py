@@ -25,7 +25,10 @@ def narrow(number):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(i, id=entry.short, marks=() if narrow(i) or torch.cuda.is_available() else pytest.mark.slow) for i, entry in enumerate(ENTRIES)],
+    [
+        pytest.param(i, id=entry.short, marks=() if narrow(i) or torch.cuda.is_available() else pytest.mark.slow)
+        for i, entry in enumerate(ENTRIES)
+    ],
 )
 def test_every_configuration_agrees(number):
     (line, right), *_ = run_sanity(Request("flash", kernel=number))
@@ -33,12 +36,16 @@ def test_every_configuration_agrees(number):
 
 
 def test_the_table_is_whole():
-    assert {entry.config for entry in ENTRIES} >= {config for rows in configs.TABLE.values() for row in rows for config in row}
+    assert {entry.config for entry in ENTRIES} >= {
+        config for rows in configs.TABLE.values() for row in rows for config in row
+    }
     assert {entry.config for entry in ENTRIES} >= {config for row in configs.SHORT.values() for config in row.values()}
     assert len({entry.short for entry in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
         assert entry.fits()
-        assert all(entry.shared_memory <= configs.SHARED_MEMORY[family] for family in entry.fits() if "tma" not in entry.short)
+        assert all(
+            entry.shared_memory <= configs.SHARED_MEMORY[family] for family in entry.fits() if "tma" not in entry.short
+        )
 
 
 def test_list_and_one_configuration():

@@ -1,4 +1,6 @@
-"""Every tile configuration of block-sparse attention's kernels against the reference; a wrong one is told from the others."""
+"""Every tile configuration of block-sparse attention's kernels against the reference; a wrong one is told from the
+others.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,11 @@ def number_of(start):
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(i, id=entry.short, marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow)
+        pytest.param(
+            i,
+            id=entry.short,
+            marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow,
+        )
         for i, entry in enumerate(ENTRIES)
     ],
 )

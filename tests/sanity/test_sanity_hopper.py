@@ -26,11 +26,16 @@ def test_every_configuration_agrees(number):
 
 def test_the_tables_are_whole():
     forward = [entry for entry in ENTRIES if isinstance(entry, ForwardEntry)]
-    assert [((entry.channels, entry.values), entry.config) for entry in forward if not entry.capped] == [*FORWARD.items(), *FORWARD_SHORT.items()]
+    assert [((entry.channels, entry.values), entry.config) for entry in forward if not entry.capped] == [
+        *FORWARD.items(),
+        *FORWARD_SHORT.items(),
+    ]
     assert {(entry.channels, entry.values): entry.config for entry in forward if entry.capped} == FORWARD_CAPPED
     backward = [entry for entry in ENTRIES if isinstance(entry, BackwardEntry)]
     orders = ("fixed", "opened", "cleared")
-    assert {(entry.channels, entry.values, entry.order) for entry in backward} == set(itertools.product((64, 128), (64, 128), orders))
+    assert {(entry.channels, entry.values, entry.order) for entry in backward} == set(
+        itertools.product((64, 128), (64, 128), orders)
+    )
     assert len({entry.short for entry in ENTRIES}) == len(ENTRIES)
     assert all(entry.shared_memory <= SHARED_MEMORY["hopper"] for entry in ENTRIES)
 

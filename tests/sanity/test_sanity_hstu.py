@@ -29,7 +29,11 @@ def number_of(start):
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(i, id=entry.short, marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow)
+        pytest.param(
+            i,
+            id=entry.short,
+            marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow,
+        )
         for i, entry in enumerate(ENTRIES)
     ],
 )
@@ -39,7 +43,9 @@ def test_every_configuration_agrees(number):
 
 
 def test_the_table_is_whole():
-    assert {entry.config for entry in ENTRIES} == {config for rows in configs.TABLE.values() for row in rows for config in row}
+    assert {entry.config for entry in ENTRIES} == {
+        config for rows in configs.TABLE.values() for row in rows for config in row
+    }
     assert {(entry.kernel, entry.element_size, entry.channels) for entry in ENTRIES} == {
         (kernel, size, width // 2) for _, size, kernel in configs.TABLE for width in configs.WIDTHS
     }
@@ -93,7 +99,10 @@ def test_targets_that_see_each_other_fail(monkeypatch):
     outcome = invoke("--kernel", str(number_of("dq-fp32-d64")), "--small", "--diff")
     assert outcome.exit_code == 1
     assert "dq: 0 of 8832 mismatched" in outcome.output
-    # The targets of the long sequence but for its first, which sees no other, and the context of both, which must not see them.
-    rows = {int(word.split(":")[0]) for word in re.findall(r"by row: (.*?)(?: \.\.\.)?\n", outcome.output)[0].split(", ")}
+    # The targets of the long sequence but for its first, which sees no other, and the context of both, which must not
+    # see them.
+    rows = {
+        int(word.split(":")[0]) for word in re.findall(r"by row: (.*?)(?: \.\.\.)?\n", outcome.output)[0].split(", ")
+    }
     assert rows
     assert rows <= {0, 1, 2, 5, 6, 7, *range(61, 69)}

@@ -1,4 +1,6 @@
-"""Every tile configuration of native sparse attention's kernels against the reference; a wrong one is told from the others."""
+"""Every tile configuration of native sparse attention's kernels against the reference; a wrong one is told from the
+others.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,15 @@ from tilewise.sanity.outcome import Choice
 
 ENTRIES = {"nsa-selected": nsa_selected.entries(), "nsa-compressed": flash.entries()}
 # Interpreted, these take a second or two.
-QUICK = ("lists_fwd-fp32-d128", "union_fwd-fp32-d128", "union_dq-fp32-d128", "lists_bwd-fp32-d128", "scores-fp32-d128", "fwd-fp32-d64", "dq-fp32-d64")
+QUICK = (
+    "lists_fwd-fp32-d128",
+    "union_fwd-fp32-d128",
+    "union_dq-fp32-d128",
+    "lists_bwd-fp32-d128",
+    "scores-fp32-d128",
+    "fwd-fp32-d64",
+    "dq-fp32-d64",
+)
 
 
 def invoke(*words):
@@ -31,7 +41,10 @@ def number_of(operator, start):
     ("operator", "number"),
     [
         pytest.param(
-            operator, i, id=f"{operator}-{entry.short}", marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow
+            operator,
+            i,
+            id=f"{operator}-{entry.short}",
+            marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow,
         )
         for operator, table in ENTRIES.items()
         for i, entry in enumerate(table)
@@ -82,7 +95,9 @@ def test_a_wrong_kernel_fails_and_is_placed(monkeypatch, order):
         o[0, 5, 1, 3] += 1.0
 
     monkeypatch.setattr(selected, f"_forward_{order}", wrong)
-    outcome = invoke("nsa-selected", "--kernel", str(number_of("nsa-selected", f"{order}_fwd-fp32-d128")), "--small", "--diff")
+    outcome = invoke(
+        "nsa-selected", "--kernel", str(number_of("nsa-selected", f"{order}_fwd-fp32-d128")), "--small", "--diff"
+    )
     assert outcome.exit_code == 1, outcome.output
     assert "o: 1 of 32768 mismatched" in outcome.output
     assert "o mismatches by row: 5: 1" in outcome.output
@@ -91,8 +106,12 @@ def test_a_wrong_kernel_fails_and_is_placed(monkeypatch, order):
 
 def test_windows_that_are_seen_too_early_fail(monkeypatch):
     right = launch.forward
-    monkeypatch.setattr(launch, "forward", lambda inputs, config: right(inputs._replace(right=inputs.right + 1), config))
-    outcome = invoke("nsa-compressed", "--kernel", str(number_of("nsa-compressed", "fwd-fp32-d64")), "--small", "--diff")
+    monkeypatch.setattr(
+        launch, "forward", lambda inputs, config: right(inputs._replace(right=inputs.right + 1), config)
+    )
+    outcome = invoke(
+        "nsa-compressed", "--kernel", str(number_of("nsa-compressed", "fwd-fp32-d64")), "--small", "--diff"
+    )
     assert outcome.exit_code == 1, outcome.output
     # A token that sees the first window, or a further one, before its end.
     assert "lse mismatches by row: 30: 2, 46: 2, 62: 2, " in outcome.output
@@ -108,7 +127,9 @@ def test_a_wrong_choice_fails(monkeypatch):
         return indices
 
     monkeypatch.setattr(nsa_selected, "choose", wrong)
-    outcome = invoke("nsa-selected", "--kernel", str(number_of("nsa-selected", "scores-fp32-d128")), "--small", "--diff")
+    outcome = invoke(
+        "nsa-selected", "--kernel", str(number_of("nsa-selected", "scores-fp32-d128")), "--small", "--diff"
+    )
     assert outcome.exit_code == 1, outcome.output
     assert "indices: at [0, 40, 0] block 10, which is always chosen, is not in" in outcome.output
 
@@ -129,7 +150,9 @@ def test_configurations_of_the_query_order_run_in_query_order(order):
         if entry.kernel == order:
             with as_if_on(nsa_selected.CARDS[entry.families[0]]):
                 q, k = (
-                    torch.zeros(1, 8, heads, entry.channels, dtype={2: torch.bfloat16, 4: torch.float32}[entry.element_size])
+                    torch.zeros(
+                        1, 8, heads, entry.channels, dtype={2: torch.bfloat16, 4: torch.float32}[entry.element_size]
+                    )
                     for heads in (nsa_selected.HEADS, 1)
                 )
                 indices = torch.zeros(1, 8, 1, nsa_selected.SLOTS, dtype=torch.int32)

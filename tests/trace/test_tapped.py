@@ -18,7 +18,11 @@ def make(tokens, mask, dtype, device):
     """As the mask says: none, causal, or a window a key."""
     generator = torch.Generator().manual_seed(0)
     keys = (tokens - 4) // 2 + 1 if mask == "windows" else tokens
-    options = compressed_options(tokens, 4, 2, 0.125) if mask == "windows" else Options(0.125, right=0 if mask == "causal" else None)
+    options = (
+        compressed_options(tokens, 4, 2, 0.125)
+        if mask == "windows"
+        else Options(0.125, right=0 if mask == "causal" else None)
+    )
     q, do = (torch.randn(1, tokens, HEADS, 64, generator=generator).to(device, dtype) for _ in range(2))
     k, v = (torch.randn(1, keys, 1, 64, generator=generator).to(device, dtype) for _ in range(2))
     return Case(q, k, v, options), do

@@ -33,9 +33,31 @@ def invoke(tmp_path, *words):
         ["--block-m", "16", "--block-n", "64", "--seq-blocks", "3", "-r"],
         ["--block-m", "32", "--block-n", "32", "--direction", "backward"],
         ["--block-m", "32", "--block-n", "16", "--direction", "backward", "--causal", "--dtype", "fp32", "-r"],
-        ["--block-m", "16", "--block-n", "32", "--direction", "backward", "--causal", "--program", "1", "--seq-blocks", "3"],
+        [
+            "--block-m",
+            "16",
+            "--block-n",
+            "32",
+            "--direction",
+            "backward",
+            "--causal",
+            "--program",
+            "1",
+            "--seq-blocks",
+            "3",
+        ],
         ["--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed"],
-        ["--block-m", "32", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--causal", "--dtype", "fp32", "--names", "S=b_s,P=b_p"],
+        [
+            "--block-m",
+            "32",
+            "--impl",
+            f"{EXAMPLES / 'triton_kernel.py'}:fixed",
+            "--causal",
+            "--dtype",
+            "fp32",
+            "--names",
+            "S=b_s,P=b_p",
+        ],
     ],
     ids=" ".join,
 )
@@ -60,8 +82,22 @@ def test_the_head_and_program_asked_for_are_traced(tmp_path):
 
 # (what, module, old, new, options) -> what the first line must say, and what must follow from it
 BUGS = {
-    "scale": ("flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED", [], "block 0, M", "8 times"),
-    "mask": ("_tile.mask", "<= o_m + (off + right)", "<= o_m + (off + right + 1)", ["--causal"], "block 1, S", "the mask: row 0 sees key 1"),
+    "scale": (
+        "flash.kernels_fwd",
+        "m, l, scale_log2, MASKED",
+        "m, l, 1.4426950408889634, MASKED",
+        [],
+        "block 0, M",
+        "8 times",
+    ),
+    "mask": (
+        "_tile.mask",
+        "<= o_m + (off + right)",
+        "<= o_m + (off + right + 1)",
+        ["--causal"],
+        "block 1, S",
+        "the mask: row 0 sees key 1",
+    ),
     "max": (
         "_tile.softmax",
         "tl.maximum(m, tl.max(b_s, 1) * scale_log2)",
@@ -70,13 +106,41 @@ BUGS = {
         "block 1, M",
         "running maximum is not kept",
     ),
-    "rescale of O": ("flash.kernels_fwd", "acc = acc * rescale[:, None]", "acc = acc", [], "block 1, O_scale", "the rescale of O is missing"),
+    "rescale of O": (
+        "flash.kernels_fwd",
+        "acc = acc * rescale[:, None]",
+        "acc = acc",
+        [],
+        "block 1, O_scale",
+        "the rescale of O is missing",
+    ),
     "rescale of L": ("_tile.softmax", "l_new = l * rescale +", "l_new = l +", [], "block 1, L", "without the rescale"),
     "sum": ("_tile.softmax", "tl.sum(b_p, 1)", "tl.max(b_p, 1)", [], "block 0, L", "the running sum"),
-    "tail mask": ("_tile.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0", ["--block-n", "128"], "block 0, S", "the mask: row 0 sees key 64"),
-    "V index": ("flash.kernels_fwd", "load_rows(v_rows, i_n,", "load_rows(v_rows, i_n + 1,", [], "block 0, V", "shifted by -1 row"),
+    "tail mask": (
+        "_tile.mask",
+        "m_keep = o_n < n_keys",
+        "m_keep = o_n >= 0",
+        ["--block-n", "128"],
+        "block 0, S",
+        "the mask: row 0 sees key 64",
+    ),
+    "V index": (
+        "flash.kernels_fwd",
+        "load_rows(v_rows, i_n,",
+        "load_rows(v_rows, i_n + 1,",
+        [],
+        "block 0, V",
+        "shifted by -1 row",
+    ),
     "LSE": ("_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
-    "delta": ("_tile.delta", "b_delta = tl.sum(b_o * b_do, 1)", "b_delta = tl.sum(b_o, 1)", ["--direction", "backward"], "delta", "rowsum"),
+    "delta": (
+        "_tile.delta",
+        "b_delta = tl.sum(b_o * b_do, 1)",
+        "b_delta = tl.sum(b_o, 1)",
+        ["--direction", "backward"],
+        "delta",
+        "rowsum",
+    ),
     "dS": (
         "_tile.softmax",
         "b_ds = b_p * (b_dp - b_delta)",
@@ -89,7 +153,10 @@ BUGS = {
     "dK and dV": (
         "flash.kernels_bwd",
         "i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D) store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv,",
-        "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n    store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale,",
+        (
+            "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n    store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk *"
+            " scale,"
+        ),
         ["--direction", "backward"],
         "dK_final",
         "exchanged",
@@ -106,7 +173,9 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = ["--block-m", "32", "--block-n", "32", "--out", str(tmp_path), *options]
     command = [sys.executable, str(PLANTED), module, old, new, "flash", *words]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    outcome = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
     assert place in firsts, outcome.stdout
@@ -114,15 +183,29 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
 
 
 def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
-    outcome = invoke(tmp_path, "--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:broken", "--dtype", "fp32")
+    outcome = invoke(
+        tmp_path, "--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:broken", "--dtype", "fp32"
+    )
     assert outcome.exit_code == 1
     assert "the first to part is block 2" in outcome.output
     against = invoke(
-        tmp_path, "--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:broken", "--against", f"{EXAMPLES / 'triton_kernel.py'}:fixed"
+        tmp_path,
+        "--block-m",
+        "40",
+        "--impl",
+        f"{EXAMPLES / 'triton_kernel.py'}:broken",
+        "--against",
+        f"{EXAMPLES / 'triton_kernel.py'}:fixed",
     )
     assert against.exit_code == 1
     same = invoke(
-        tmp_path, "--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--against", f"{EXAMPLES / 'triton_kernel.py'}:fixed"
+        tmp_path,
+        "--block-m",
+        "40",
+        "--impl",
+        f"{EXAMPLES / 'triton_kernel.py'}:fixed",
+        "--against",
+        f"{EXAMPLES / 'triton_kernel.py'}:fixed",
     )
     assert same.exit_code == 0
 
@@ -140,7 +223,10 @@ def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
         (["--names", "S"], "expected NAME=VARIABLE pairs"),
         (["--order", "lists"], "--order means nothing to flash"),
         (["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "S=nope"], "seen were .*b_s.*m_new"),
-        (["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "X=b_s"], "there is no value 'X': expected some of Q, K, S"),
+        (
+            ["--impl", f"{EXAMPLES / 'triton_kernel.py'}:fixed", "--names", "X=b_s"],
+            "there is no value 'X': expected some of Q, K, S",
+        ),
         (["--impl", f"{EXAMPLES / 'flash_implementations.py'}:correct"], "no Triton kernel was launched"),
     ],
 )
@@ -163,7 +249,10 @@ def test_the_files_line_up_and_hold_everything(tmp_path):
     assert "== P_0 [8, 32]" in simulation
     arrays = np.load(tmp_path / "trace.npz")
     assert any(key.startswith("kernel/") and key.endswith("/O_1") for key in arrays)
-    full, final = (next(arrays[key] for key in arrays if key.startswith("simulation/") and key.endswith(end)) for end in ("/O_full", "/O_final"))
+    full, final = (
+        next(arrays[key] for key in arrays if key.startswith("simulation/") and key.endswith(end))
+        for end in ("/O_full", "/O_final")
+    )
     np.testing.assert_allclose(full, final, atol=2e-2)
 
 
@@ -187,7 +276,9 @@ def test_block_flash_attention(tmp_path):
     truth = torch.softmax(q @ k.T / 4, -1) @ v
     for fused in (True, False):
         for reverse in (True, False):
-            o = block_flash_attention(q, k, v, 16, 32, out=tmp_path / "values.txt", warp=2, fused_softmax=fused, reverse=reverse)
+            o = block_flash_attention(
+                q, k, v, 16, 32, out=tmp_path / "values.txt", warp=2, fused_softmax=fused, reverse=reverse
+            )
             torch.testing.assert_close(o, truth, rtol=0, atol=1e-10)
     text = (tmp_path / "values.txt").read_text()
     assert text.count("####") == 4
@@ -249,7 +340,13 @@ def test_each_kernel_has_the_program_that_is_asked_for():
     q = torch.randn(1, 20, 2, 16, requires_grad=True)
     with record({"flash_bwd_dkdv_kernel": 1, "flash_bwd_dq_kernel": 0}) as recording:
         flash_attention(q, q, q, backend="triton").sum().backward()
-    assert {recording.kernels[event.launch] for event in recording.events} == {"flash_bwd_dkdv_kernel", "flash_bwd_dq_kernel"}
+    assert {recording.kernels[event.launch] for event in recording.events} == {
+        "flash_bwd_dkdv_kernel",
+        "flash_bwd_dq_kernel",
+    }
     # One tile a head: the program is the head.
-    keys, queries = (next(e.value for e in recording.of_kernel(f"flash_bwd_{name}_kernel") if e.name == "i_h") for name in ("dkdv", "dq"))
+    keys, queries = (
+        next(e.value for e in recording.of_kernel(f"flash_bwd_{name}_kernel") if e.name == "i_h")
+        for name in ("dkdv", "dq")
+    )
     assert (int(keys), int(queries)) == (1, 0)

@@ -1,4 +1,6 @@
-"""trace of block-sparse attention: nothing where nothing is wrong, and of each planted bug the right value in the right step."""
+"""trace of block-sparse attention: nothing where nothing is wrong, and of each planted bug the right value in the right
+step.
+"""
 
 import os
 import re
@@ -53,8 +55,22 @@ def test_the_programs_asked_for_are_traced(tmp_path):
 
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.
 BUGS = {
-    "causal": ("_tile.blocks", "o_t - i_key + 1, n_kept", "o_t - i_key + 2, n_kept", "", "step 0, P", "the mask: row 0 sees key 1 of this tile"),
-    "scale": ("bsa.selected", '"scale_log2": scale * LOG2E,', '"scale_log2": scale,', "", "step 0, P_full", "the product of Q and K, or SiLU of it"),
+    "causal": (
+        "_tile.blocks",
+        "o_t - i_key + 1, n_kept",
+        "o_t - i_key + 2, n_kept",
+        "",
+        "step 0, P",
+        "the mask: row 0 sees key 1 of this tile",
+    ),
+    "scale": (
+        "bsa.selected",
+        '"scale_log2": scale * LOG2E,',
+        '"scale_log2": scale,',
+        "",
+        "step 0, P_full",
+        "the product of Q and K, or SiLU of it",
+    ),
     "entries": (
         "nsa.kernels_index",
         "o_token * (S + OWN) + o_s, mask=m_e",
@@ -63,7 +79,14 @@ BUGS = {
         "step 0, Q",
         "or the entries of the list",
     ),
-    "head": ("bsa.kernels_selected", "(k, k_strides, i_bq, i_h, start_q", "(k, k_strides, i_bq, i_shared, start_q", "--head 1", "K", "the load of K"),
+    "head": (
+        "bsa.kernels_selected",
+        "(k, k_strides, i_bq, i_h, start_q",
+        "(k, k_strides, i_bq, i_shared, start_q",
+        "--head 1",
+        "K",
+        "the load of K",
+    ),
     "slots": (
         "nsa.kernels_selected_bwd",
         "acc += tl.where(present[:, None]",
@@ -123,7 +146,9 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = ["bsa", "--block-m", "16", *options.split(), "--out", str(tmp_path)]
     arguments = [sys.executable, str(HERE / "planted.py"), module, old, new, *words]
-    outcome = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    outcome = subprocess.run(
+        arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
@@ -172,7 +197,9 @@ def test_without_taps_interpretation_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "interpreting", lambda: False)
     outcome = invoke(tmp_path)
     assert outcome.exit_code == 2
-    assert "the kernels of bsa have no taps, so they are traced in Triton's interpreter alone" in " ".join(outcome.output.split())
+    assert "the kernels of bsa have no taps, so they are traced in Triton's interpreter alone" in " ".join(
+        outcome.output.split()
+    )
 
 
 def test_what_is_written(tmp_path):
@@ -189,7 +216,13 @@ def test_what_is_written(tmp_path):
     assert names[:7] == ["steps", "K", "V", "Q_0", "P_full_0", "P_0", "O_0"]
     assert names[-5:] == ["Y_0", "U_0", "O_final", "O_full", "O_ref"]
     arrays = np.load(tmp_path / "trace.npz")
-    final, full = (next(arrays[key] for key in arrays if key.startswith("kernel/norm: ") and key.endswith(end)) for end in ("/O_final", "/O_full"))
+    final, full = (
+        next(arrays[key] for key in arrays if key.startswith("kernel/norm: ") and key.endswith(end))
+        for end in ("/O_final", "/O_full")
+    )
     np.testing.assert_allclose(final, full, atol=5e-2)
     text = Balanced(page.read_text(encoding="utf-8")).text
-    assert all(words in text for words in ("tiles 16 rows × blocks of 16 keys", "4, of which each two share a choice", "Step 0", "Slot 1"))
+    assert all(
+        words in text
+        for words in ("tiles 16 rows × blocks of 16 keys", "4, of which each two share a choice", "Step 0", "Slot 1")
+    )

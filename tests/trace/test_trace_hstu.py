@@ -1,4 +1,6 @@
-"""trace of HSTU attention: nothing where nothing is wrong, recorded or through taps, and of each planted bug the right value in the right block."""
+"""trace of HSTU attention: nothing where nothing is wrong, recorded or through taps, and of each planted bug the right
+value in the right block.
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ def test_right_kernels_agree(tmp_path, words):
 @interpreted
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("mask", [{"targets": 20}, {"max_attn_len": 9}, {"targets": 20, "context": 18, "max_attn_len": 9}], ids=str)
+@pytest.mark.parametrize(
+    "mask", [{"targets": 20}, {"max_attn_len": 9}, {"targets": 20, "context": 18, "max_attn_len": 9}], ids=str
+)
 def test_right_kernels_agree_under_every_mask(tmp_path, mask, direction, causal):
     request = Request("hstu", 16, 16, seq_blocks=4, program=2, direction=direction, causal=causal, out=tmp_path, **mask)
     lines, agrees = command.run_trace(request)
@@ -114,9 +118,30 @@ BUGS = {
         "steps",
         "which tiles the mask reaches",
     ),
-    "sigmoid": ("_tile.silu", "b_s * -alpha_log2", "b_s * alpha_log2", SMALL, "block 0, P", "SiLU of the scores, or the mask"),
-    "sum": ("hstu.kernels_fwd", "b_v, acc, input_precision", "b_v, input_precision", SMALL, "block 1, O", "what it is added to"),
-    "factor": ("hstu.kernels_fwd", "i_m, acc * factor, DV", "i_m, acc, DV", SMALL, "O_final", "O_final is 384 times what it should be"),
+    "sigmoid": (
+        "_tile.silu",
+        "b_s * -alpha_log2",
+        "b_s * alpha_log2",
+        SMALL,
+        "block 0, P",
+        "SiLU of the scores, or the mask",
+    ),
+    "sum": (
+        "hstu.kernels_fwd",
+        "b_v, acc, input_precision",
+        "b_v, input_precision",
+        SMALL,
+        "block 1, O",
+        "what it is added to",
+    ),
+    "factor": (
+        "hstu.kernels_fwd",
+        "i_m, acc * factor, DV",
+        "i_m, acc, DV",
+        SMALL,
+        "O_final",
+        "O_final is 384 times what it should be",
+    ),
     "slope": (
         "_tile.silu",
         "(ratio - ratio * b_sigmoid) + b_sigmoid",
@@ -125,8 +150,22 @@ BUGS = {
         "block 0, dS",
         "dS = dP · the slope of SiLU",
     ),
-    "dV": ("hstu.kernels_bwd", "b_do, acc_dv, input_precision", "b_do, input_precision", BACKWARD, "block 1, dV", "the product of P and dO"),
-    "dQ": ("hstu.kernels_bwd", "b_ds = tl.where(", "_ = tl.where(", BACKWARD, "block 2, dS", "the mask: row 0 sees key 1 of this tile"),
+    "dV": (
+        "hstu.kernels_bwd",
+        "b_do, acc_dv, input_precision",
+        "b_do, input_precision",
+        BACKWARD,
+        "block 1, dV",
+        "the product of P and dO",
+    ),
+    "dQ": (
+        "hstu.kernels_bwd",
+        "b_ds = tl.where(",
+        "_ = tl.where(",
+        BACKWARD,
+        "block 2, dS",
+        "the mask: row 0 sees key 1 of this tile",
+    ),
 }
 # One in each kernel, and one in the mask; the others take as long again.
 QUICK = ("targets", "sum", "dV", "dQ")
@@ -152,7 +191,9 @@ sys.exit(not agrees)
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, request, place, follows = BUGS[bug]
     arguments = [sys.executable, "-c", RUN, module, old, new, json.dumps(request), str(tmp_path)]
-    outcome = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    outcome = subprocess.run(
+        arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
@@ -169,7 +210,11 @@ def make(tokens, options, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [Options(0.125, 80), Options(0.125, 80, causal=False, max_attn_len=20), Options(0.125, 80, targets=20, max_attn_len=9, contextual_seq_len=40)],
+    [
+        Options(0.125, 80),
+        Options(0.125, 80, causal=False, max_attn_len=20),
+        Options(0.125, 80, targets=20, max_attn_len=9, contextual_seq_len=40),
+    ],
     ids=["causal", "reach", "history"],
 )
 @pytest.mark.parametrize("program", [0, 2])
@@ -177,7 +222,10 @@ def test_taps_agree_with_the_simulation(program, options, dtype, device):
     # The last tile of queries has 11 of 32 rows, that of keys 11 of 16.
     case, do = make(75, options, dtype, device)
     with interpreter.quiet():
-        traces = [hstu_programs.trace_forward(case, 1, program, True), *hstu_programs.trace_backward(case, do, 1, program, True)]
+        traces = [
+            hstu_programs.trace_forward(case, 1, program, True),
+            *hstu_programs.trace_backward(case, do, 1, program, True),
+        ]
     for traced in traces:
         lines, agrees = command.verdict(traced, float(torch.finfo(dtype).eps))
         assert agrees, lines
@@ -202,7 +250,8 @@ def test_recorded_and_tapped_values_are_the_same():
     case, do = make(40, Options(0.125, 80, targets=10, contextual_seq_len=3), torch.bfloat16, torch.device("cpu"))
     with interpreter.quiet():
         recorded, tapped = (
-            [hstu_programs.trace_forward(case, 0, 1, taps), *hstu_programs.trace_backward(case, do, 0, 1, taps)] for taps in (False, True)
+            [hstu_programs.trace_forward(case, 0, 1, taps), *hstu_programs.trace_backward(case, do, 0, 1, taps)]
+            for taps in (False, True)
         )
     for one, other in zip(recorded, tapped, strict=True):
         assert one.place == other.place
@@ -260,7 +309,13 @@ def test_what_is_written(tmp_path):
     assert names[:7] == ["steps", "Q", "K_0", "S_0", "P_0", "V_0", "O_0"]
     assert names[-3:] == ["O_final", "O_full", "O_ref"]
     arrays = np.load(tmp_path / "trace.npz")
-    final, full = (next(arrays[key] for key in arrays if key.startswith("kernel/forward: ") and key.endswith(end)) for end in ("/O_final", "/O_full"))
+    final, full = (
+        next(arrays[key] for key in arrays if key.startswith("kernel/forward: ") and key.endswith(end))
+        for end in ("/O_final", "/O_full")
+    )
     np.testing.assert_allclose(final, full, atol=2e-2)
     text = Balanced(page.read_text(encoding="utf-8")).text
-    assert all(words in text for words in ("causal, 5 targets, 2 tokens of context, 20 tokens of reach", "tiles 16 queries × 16 keys"))
+    assert all(
+        words in text
+        for words in ("causal, 5 targets, 2 tokens of context, 20 tokens of reach", "tiles 16 queries × 16 keys")
+    )

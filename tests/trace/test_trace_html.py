@@ -33,12 +33,17 @@ REQUEST = {"operator": "flash", "tiles": "64 queries × 64 keys", "dtype": "bf16
 
 @cache
 def simulated(block=64):
-    q, k, v = (torch.randn(1, 2 * block, 1, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    q, k, v = (
+        torch.randn(1, 2 * block, 1, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)
+    )
     case = Case(q, k, v, simulate.Options(0.125, right=0))
     tensors = [case.head(x, 0) for x in (q, k, v)]
     # The second tile of queries: of its two blocks the second is masked in part.
     tiling = simulate.Tiling(block, block)
-    simulation, exact = (arrays(simulate.forward(*(x.to(dtype) for x in tensors), block, tiling, case.options)) for dtype in (q.dtype, torch.float64))
+    simulation, exact = (
+        arrays(simulate.forward(*(x.to(dtype) for x in tensors), block, tiling, case.options))
+        for dtype in (q.dtype, torch.float64)
+    )
     return simulation, exact
 
 
@@ -163,7 +168,10 @@ def test_pictures_show_sign_size_and_what_is_not_finite():
     maps = of(page_of(one), "S_1")
     simulation = one.simulation["S_1"]
     assert ((maps["simulation"] == 0) == np.isneginf(simulation)).all()
-    lowest, highest = (np.unravel_index(f(np.where(np.isfinite(simulation), simulation, 0.0)), simulation.shape) for f in (np.argmin, np.argmax))
+    lowest, highest = (
+        np.unravel_index(f(np.where(np.isfinite(simulation), simulation, 0.0)), simulation.shape)
+        for f in (np.argmin, np.argmax)
+    )
     assert maps["simulation"][lowest] < LEVELS + 1 < maps["simulation"][highest]
     assert {1, 2 * LEVELS + 1} & {int(maps["simulation"][lowest]), int(maps["simulation"][highest])}
     assert maps["kernel"][10, 20] == LEVELS + 1
@@ -213,7 +221,11 @@ def test_the_request_in_words():
     asked = Request("flash", warp=1, kernel_index=4, names={"S": "qk"}, fill="range")
     words = facts(asked, {"tiles": "32 queries × 64 keys", "tokens": "96"})
     assert (words["operator"], words["tiles"], words["tokens"]) == ("flash", "32 queries × 64 keys", "96")
-    assert (words["rows"], words["configuration"], words["inputs"]) == ("of warp 1 of 4", "4 of the operator's table", "by rule: range")
+    assert (words["rows"], words["configuration"], words["inputs"]) == (
+        "of warp 1 of 4",
+        "4 of the operator's table",
+        "by rule: range",
+    )
     assert words["variables"] == "S=qk"
     backward = facts(Request("flash", direction="backward"), {})
     assert not {"variables", "head", "rows", "configuration"} & set(backward)
@@ -264,7 +276,10 @@ def test_the_first_divergence_is_one_click_away(opened, width):
     assert map_["y"] <= worst["y"] + worst["height"] / 2 <= map_["y"] + map_["height"]
 
 
-SIZES = "es => es.map(e => [e.complete && e.naturalWidth > 0, e.offsetWidth, e.offsetHeight, getComputedStyle(e).imageRendering])"
+SIZES = (
+    "es => es.map(e => [e.complete && e.naturalWidth > 0, e.offsetWidth, e.offsetHeight,"
+    " getComputedStyle(e).imageRendering])"
+)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -272,7 +287,9 @@ def test_maps_are_drawn(opened, scheme):
     page = opened(PAGES["not finite"](), scheme=scheme)
     sizes = page.locator("img").evaluate_all(SIZES)
     assert len(sizes) == 3 * 21
-    assert all(loaded and width >= 20 and height >= 100 and look == "pixelated" for loaded, width, height, look in sizes)
+    assert all(
+        loaded and width >= 20 and height >= 100 and look == "pixelated" for loaded, width, height, look in sizes
+    )
     shown = page.locator("img").first.evaluate("e => e.currentSrc == e.src")
     assert shown == (scheme == "light")
 
@@ -285,7 +302,9 @@ def test_nothing_overflows_the_page(opened, make, width):
 
 
 def test_long_names_do_not_overflow_the_page(opened):
-    page = opened(page_of(replace(traced("P_0"), kernel_name="a" * 300, place="b" * 300), request={"kernel": "c" * 300}), 390)
+    page = opened(
+        page_of(replace(traced("P_0"), kernel_name="a" * 300, place="b" * 300), request={"kernel": "c" * 300}), 390
+    )
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

@@ -1,4 +1,6 @@
-"""trace of native sparse attention's branches: nothing where nothing is wrong, and of each planted bug the right value in the right step."""
+"""trace of native sparse attention's branches: nothing where nothing is wrong, and of each planted bug the right value
+in the right step.
+"""
 
 import os
 import re
@@ -57,15 +59,31 @@ def test_the_programs_asked_for_are_traced(tmp_path):
     # Each key head has four blocks, and each of them a list.
     assert "nsa_selected_fwd_lists_kernel, program 6, key head 1, block 2, " in lists
     assert "nsa_selected_fwd_merge_kernel, program 2, tokens 32 to 47, rows of all heads" in lists
-    union = invoke(tmp_path, "nsa-selected", "--head", "1", "--program", "1", "--direction", "backward", "--order", "union").output
+    union = invoke(
+        tmp_path, "nsa-selected", "--head", "1", "--program", "1", "--direction", "backward", "--order", "union"
+    ).output
     assert "nsa_selected_bwd_union_kernel, program 3, key head 1, tokens 32 to 63" in union
     assert "nsa_selected_bwd_lists_kernel, program 5, key head 1, block 1, " in union
 
 
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.
 BUGS = {
-    "causal": ("_tile.blocks", "o_t - i_key + 1, n_kept", "o_t - i_key + 2, n_kept", "", "step 0, S", "the mask: row 0 sees key"),
-    "scale": ("nsa.kernels_selected_fwd", "m = tl.max(b_s, 1) * scale_log2", "m = tl.max(b_s, 1)", "", "step 0, M", "times what it should be"),
+    "causal": (
+        "_tile.blocks",
+        "o_t - i_key + 1, n_kept",
+        "o_t - i_key + 2, n_kept",
+        "",
+        "step 0, S",
+        "the mask: row 0 sees key",
+    ),
+    "scale": (
+        "nsa.kernels_selected_fwd",
+        "m = tl.max(b_s, 1) * scale_log2",
+        "m = tl.max(b_s, 1)",
+        "",
+        "step 0, M",
+        "times what it should be",
+    ),
     "entries": (
         "nsa.kernels_index",
         "o_token * (S + OWN) + o_s, mask=m_e",
@@ -74,8 +92,22 @@ BUGS = {
         "step 0, Q",
         "or the entries of the list",
     ),
-    "segment": ("nsa.kernels_index", "SEGMENT, SEGMENT))", "SEGMENT, SEGMENT) // 2)", "--block-m 32 --seq-blocks 4", "steps", "entries the list"),
-    "weight": ("nsa.kernels_selected_fwd", "tl.exp2(b_one - total)", "tl.exp2(b_one - m)", "--program 1", "slot 0, W", "the weight of a slot"),
+    "segment": (
+        "nsa.kernels_index",
+        "SEGMENT, SEGMENT))",
+        "SEGMENT, SEGMENT) // 2)",
+        "--block-m 32 --seq-blocks 4",
+        "steps",
+        "entries the list",
+    ),
+    "weight": (
+        "nsa.kernels_selected_fwd",
+        "tl.exp2(b_one - total)",
+        "tl.exp2(b_one - m)",
+        "--program 1",
+        "slot 0, W",
+        "the weight of a slot",
+    ),
     "rescale": (
         "nsa.kernels_selected_fwd",
         "acc * rescale[:, None], input_precision",
@@ -144,7 +176,9 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = options.split() if options.startswith("nsa") else ["nsa-selected", *options.split()]
     arguments = [sys.executable, str(HERE / "planted.py"), module, old, new, *words, "--out", str(tmp_path)]
-    outcome = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    outcome = subprocess.run(
+        arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
@@ -152,7 +186,9 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
 
 
 def test_a_function_that_sees_windows_too_early(tmp_path):
-    outcome = invoke(tmp_path, "nsa-compressed", "--block-m", "40", "--impl", f"{HERE / 'windows.py'}:early", "--dtype", "fp32")
+    outcome = invoke(
+        tmp_path, "nsa-compressed", "--block-m", "40", "--impl", f"{HERE / 'windows.py'}:early", "--dtype", "fp32"
+    )
     assert outcome.exit_code == 1, outcome.output
     assert "the mask: row" in outcome.output
 
@@ -189,7 +225,10 @@ def test_lists_that_are_divided(monkeypatch):
     segments = case.segments("backward", "lists")
     number = next(i for i in range(1, len(segments)) if segments[i].block == segments[i - 1].block)
     assert_agree(
-        [*nsa_programs.trace_forward_lists(case, Numbers(number, 0)), *nsa_programs.trace_backward(case, do, "lists", Numbers(number, 0))],
+        [
+            *nsa_programs.trace_forward_lists(case, Numbers(number, 0)),
+            *nsa_programs.trace_backward(case, do, "lists", Numbers(number, 0)),
+        ],
         torch.bfloat16,
     )
 
@@ -223,7 +262,10 @@ def test_without_taps_interpretation_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "interpreting", lambda: False)
     outcome = invoke(tmp_path, "nsa-selected")
     assert outcome.exit_code == 2
-    assert "the kernels of nsa-selected have no taps, so they are traced in Triton's interpreter alone: set TRITON_INTERPRET=1" in said(outcome)
+    assert (
+        "the kernels of nsa-selected have no taps, so they are traced in Triton's interpreter alone: set"
+        " TRITON_INTERPRET=1" in said(outcome)
+    )
 
 
 def test_what_is_written(tmp_path):
@@ -240,7 +282,12 @@ def test_what_is_written(tmp_path):
     assert names[:9] == ["steps", "K", "V", "Q_0", "S_0", "M_0", "P_0", "L_0", "O_0"]
     assert names[-7:] == ["O_part_2", "W_2", "O_2", "O_final", "LSE", "O_full", "O_ref"]
     arrays = np.load(tmp_path / "trace.npz")
-    final, full = (next(arrays[key] for key in arrays if key.startswith("kernel/merge: ") and key.endswith(end)) for end in ("/O_final", "/O_full"))
+    final, full = (
+        next(arrays[key] for key in arrays if key.startswith("kernel/merge: ") and key.endswith(end))
+        for end in ("/O_final", "/O_full")
+    )
     np.testing.assert_allclose(final, full, atol=2e-2)
     text = Balanced(page.read_text(encoding="utf-8")).text
-    assert all(words in text for words in ("order by keys (lists)", "tiles 32 rows × blocks of 16 keys", "Step 0", "Slot 2"))
+    assert all(
+        words in text for words in ("order by keys (lists)", "tiles 32 rows × blocks of 16 keys", "Step 0", "Slot 2")
+    )

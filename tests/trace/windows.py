@@ -5,7 +5,9 @@ from tilewise.ops.nsa.compressed import compressed_forward
 
 
 def right(q, k_cmp, v_cmp, compress_size, compress_stride):
-    return compressed_attention(q, k_cmp, v_cmp, compress_size=compress_size, compress_stride=compress_stride, backend="triton")
+    return compressed_attention(
+        q, k_cmp, v_cmp, compress_size=compress_size, compress_stride=compress_stride, backend="triton"
+    )
 
 
 def early(q, k_cmp, v_cmp, compress_size, compress_stride):

@@ -1,4 +1,6 @@
-"""The suite of block-sparse attention passes what is right, by whatever choice among equals, and fails what is wrong for the reason it is wrong."""
+"""The suite of block-sparse attention passes what is right, by whatever choice among equals, and fails what is wrong
+for the reason it is wrong.
+"""
 
 import dataclasses
 import importlib.util
@@ -20,7 +22,9 @@ from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH
 
-_spec = importlib.util.spec_from_file_location("bsa_implementations", Path(__file__).parents[2] / "examples" / "bsa_implementations.py")
+_spec = importlib.util.spec_from_file_location(
+    "bsa_implementations", Path(__file__).parents[2] / "examples" / "bsa_implementations.py"
+)
 examples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(examples)
 
@@ -52,7 +56,9 @@ def test_an_independent_implementation_passes(case):
 
 
 @pytest.mark.parametrize("case", EDGES)
-@pytest.mark.parametrize(("function", "dtypes"), [(block_sparse_attn, DTYPES), (eager, ("fp16", "bf16"))], ids=["fp32", "own-precision"])
+@pytest.mark.parametrize(
+    ("function", "dtypes"), [(block_sparse_attn, DTYPES), (eager, ("fp16", "bf16"))], ids=["fp32", "own-precision"]
+)
 def test_no_case_is_unfit(case, function, dtypes):
     report = verify("bsa", function, configs=[case], dtypes=dtypes)
     assert [result.statuses for result in report.results] == [()] * len(dtypes)
@@ -65,8 +71,14 @@ def test_memory_of_the_example_does_not_grow_as_the_square():
 
 def test_choices_that_rounding_decides_pass():
     problem = SUITE.find("T=158,block=4,count=6").problem
-    inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in problem.tensors(make_fill("random", 42)).items()}
-    chosen = [block_sparse_attn(**inputs, **problem.options(), compute_dtype=dtype)[1] for dtype in (torch.float64, torch.bfloat16)]
+    inputs = {
+        name: x.bfloat16() if x.is_floating_point() else x
+        for name, x in problem.tensors(make_fill("random", 42)).items()
+    }
+    chosen = [
+        block_sparse_attn(**inputs, **problem.options(), compute_dtype=dtype)[1]
+        for dtype in (torch.float64, torch.bfloat16)
+    ]
     assert not torch.equal(*chosen)
     assert judged(eager, "T=158,block=4,count=6").passed
 
@@ -151,7 +163,10 @@ def test_a_pair_takes_the_same_blocks_even_where_both_choices_are_right():
     assert problem.judge_choice("block_indices", both, inputs, torch.float32) == ""
     indices[:, 1] = both[:, 1]
     assert "head 1 must take head 0's blocks" in problem.judge_choice("block_indices", indices, inputs, torch.float32)
-    assert dataclasses.replace(problem, interleave=False).judge_choice("block_indices", indices, inputs, torch.float32) == ""
+    assert (
+        dataclasses.replace(problem, interleave=False).judge_choice("block_indices", indices, inputs, torch.float32)
+        == ""
+    )
 
 
 def test_scores_that_overflow_16_bits_are_judged_by_fp32():
@@ -166,9 +181,13 @@ def test_scores_that_overflow_16_bits_are_judged_by_fp32():
     assert "below what it should be" in problem.judge_choice("block_indices", worst, inputs, torch.float16)
 
 
-# compare_choices by itself: rows of five blocks, the last one forced in the first three rows, the first one in the last.
+# compare_choices by itself: rows of five blocks, the last one forced in the first three rows, the first one in the
+# last.
 
-SCORES = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.inf], [0.1, 0.4, -0.2, 0.3, torch.inf], [torch.inf, *[-torch.inf] * 4]], dtype=torch.float64)
+SCORES = torch.tensor(
+    [[3.0, 1.0, 2.0, 2.0, torch.inf], [0.1, 0.4, -0.2, 0.3, torch.inf], [torch.inf, *[-torch.inf] * 4]],
+    dtype=torch.float64,
+)
 RIGHT = torch.tensor([[0, 2, 4], [1, 3, 4], [0, -1, -1]], dtype=torch.int32)
 
 
@@ -202,7 +221,9 @@ def test_each_rank_is_judged_not_the_sum():
 
 
 def test_eager_that_overflows_allows_nothing():
-    assert "below" in compare_choices(RIGHT[:1] * 0 + torch.tensor([1, 2, 4]), SCORES[:1], torch.full_like(SCORES[:1], torch.nan))
+    assert "below" in compare_choices(
+        RIGHT[:1] * 0 + torch.tensor([1, 2, 4]), SCORES[:1], torch.full_like(SCORES[:1], torch.nan)
+    )
     assert compare_choices(RIGHT, SCORES, torch.full_like(SCORES, torch.inf)) == ""
 
 
@@ -226,7 +247,9 @@ def test_what_is_no_right_choice_is_named_with_its_place(row, message):
 
 
 def test_a_block_that_may_not_be_chosen():
-    assert "block 3, which may not be chosen, is in [0, 3, -1]" in compare_choices(torch.tensor([[0, 3, -1]]), SCORES[2:], SCORES[2:])
+    assert "block 3, which may not be chosen, is in [0, 3, -1]" in compare_choices(
+        torch.tensor([[0, 3, -1]]), SCORES[2:], SCORES[2:]
+    )
 
 
 def test_the_place_has_all_axes():

@@ -42,7 +42,11 @@ def test_an_error_spread_over_all_elements_fails_by_its_mean_square():
     assert "root mean square" in comparison.failure.problem
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros_like(EAGER), EAGER * 1.02, EAGER.roll(1, 0), -EAGER], ids=["zeros", "factor", "shifted", "negated"])
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros_like(EAGER), EAGER * 1.02, EAGER.roll(1, 0), -EAGER],
+    ids=["zeros", "factor", "shifted", "negated"],
+)
 def test_wrong_tensors_fail(wrong):
     assert not judge(wrong).passed
 
@@ -111,7 +115,9 @@ WRONG = {
     "not-causal": lambda q, k, v: flash_attention(q, k, v),
     "mask-off-by-one": lambda q, k, v: flash_attention(q, k, v, window_size=(-1, 1)),
     "one-key-missing": lambda q, k, v: flash_attention(q, k, v, causal=True, window_size=(126, 0)),
-    "lse-base-2": lambda q, k, v: (lambda o, lse: (o, lse * 1.4426950408889634))(*flash_attention(q, k, v, causal=True)),
+    "lse-base-2": lambda q, k, v: (lambda o, lse: (o, lse * 1.4426950408889634))(
+        *flash_attention(q, k, v, causal=True)
+    ),
     "no-gradient-of-k": lambda q, k, v: flash_attention(q, k.detach() + 0 * k, v, causal=True),
 }
 
@@ -159,7 +165,9 @@ def test_compare_tensors_is_allclose_with_statistics(capsys):
     assert capsys.readouterr().out == ""
     for rtol, atol in ((1e-6, 1e-6), (1e-2, 0.0), (0.0, 1e-2)):
         other = a * 1.005
-        assert compare_tensors(a, other, rtol=rtol, atol=atol, verbose=False).passed == torch.allclose(a, other, rtol=rtol, atol=atol)
+        assert compare_tensors(a, other, rtol=rtol, atol=atol, verbose=False).passed == torch.allclose(
+            a, other, rtol=rtol, atol=atol
+        )
 
 
 def test_the_floor_knows_three_tf32_products_and_plain_tf32_is_far_above_it():

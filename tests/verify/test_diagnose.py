@@ -1,4 +1,6 @@
-"""Each mistake, planted on a correct tensor rounded to bf16, is named for what it is; rounding and noise are not taken for one."""
+"""Each mistake, planted on a correct tensor rounded to bf16, is named for what it is; rounding and noise are not taken
+for one.
+"""
 
 import math
 
@@ -136,8 +138,14 @@ def test_many_heads_are_cut_short_and_too_many_are_not_searched():
         (put(0, ALL, slice(3, 200, 4)), ["only in every 4th row, from 3 to 199 of 200"]),
         (put(0, ALL, [1, 2, 60]), ["only in rows 1, 2, 60 of 200"]),
         (put(0, ALL, [*range(20), *range(40, 60, 3)]), ["only in 27 of 200 rows, within rows 0 to 58"]),
-        (add(1, 2, 7, 1, 5), ["only in row 7 of 200", "only in channel 5 of 16", "only in head 1 of 4", "only in batch entry 2 of 3"]),
-        (add(1, 2, slice(128, 200)), ["only in batch entry 2 of 3", "only in the last tile of 128: rows 128 to 199 of 200"]),
+        (
+            add(1, 2, 7, 1, 5),
+            ["only in row 7 of 200", "only in channel 5 of 16", "only in head 1 of 4", "only in batch entry 2 of 3"],
+        ),
+        (
+            add(1, 2, slice(128, 200)),
+            ["only in batch entry 2 of 3", "only in the last tile of 128: rows 128 to 199 of 200"],
+        ),
     ],
 )
 def test_where_only_a_part_is_bad(change, sentences):
@@ -146,7 +154,9 @@ def test_where_only_a_part_is_bad(change, sentences):
 
 def test_the_last_tile_of_a_multiple_is_the_last_full_one():
     truth = TRUTH[:, :128]
-    assert say(planted(put(0, ALL, slice(64, 128)), truth), truth) == ["only in the last tile of 64: rows 64 to 127 of 128"]
+    assert say(planted(put(0, ALL, slice(64, 128)), truth), truth) == [
+        "only in the last tile of 64: rows 64 to 127 of 128"
+    ]
 
 
 def test_other_letters_stand_for_themselves_and_missing_ones_do_no_harm():
@@ -159,7 +169,10 @@ def test_other_letters_stand_for_themselves_and_missing_ones_do_no_harm():
     ("change", "sentences"),
     [
         (put(math.nan), [f"NaN in {TRUTH.numel()} of {TRUTH.numel()} elements, where the truth has none"]),
-        (put(math.nan, ALL, ALL, 2), ["NaN in 9600 of 38400 elements, where the truth has none", "only in head 2 of 4"]),
+        (
+            put(math.nan, ALL, ALL, 2),
+            ["NaN in 9600 of 38400 elements, where the truth has none", "only in head 2 of 4"],
+        ),
         (put(-math.inf, ALL, 0), ["Inf in 192 of 38400 elements, where the truth has none", "only in the first row"]),
     ],
 )
@@ -181,7 +194,10 @@ def test_nan_and_inf_are_said_apart_and_hide_no_factor():
         (LSE + math.log(2), ["off by a constant offset: +0.6931"]),
         (LSE / math.log(2), ["off by a constant factor: 1.443, that is 1/ln 2 (base 2 in place of e)"]),
         (LSE.roll(1, 2), ["shifted by +1 along T: row i holds what row i-1 should hold"]),
-        (LSE.nan_to_num(neginf=-1e30), ["finite in 24 of 2400 elements, where the truth is not", "only in rows 0 to 1 of 200"]),
+        (
+            LSE.nan_to_num(neginf=-1e30),
+            ["finite in 24 of 2400 elements, where the truth is not", "only in rows 0 to 1 of 200"],
+        ),
         (torch.zeros_like(LSE), ["all zero", "finite in 24 of 2400 elements, where the truth is not"]),
     ],
 )
@@ -203,14 +219,22 @@ def test_noise_is_only_spread(seed, size):
 def test_noise_on_few_elements_is_not_explained(shape):
     letters = "BTHD"
     for seed in range(200):
-        found = diagnose(random(*shape, seed=seed), random(*shape, seed=seed + 1000), 1e-3, letters, {"dv": random(*shape, seed=seed + 2000)})
+        found = diagnose(
+            random(*shape, seed=seed),
+            random(*shape, seed=seed + 1000),
+            1e-3,
+            letters,
+            {"dv": random(*shape, seed=seed + 2000)},
+        )
         assert [s for s in found if not s.startswith(("only", "spread"))] == []
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_slices_left_out_by_chance_are_not_told(seed):
     actual = TRUTH.clone()
-    actual.view(-1)[torch.randperm(TRUTH.numel(), generator=torch.Generator().manual_seed(seed))[:100]] += random(100, seed=seed).sign()
+    actual.view(-1)[torch.randperm(TRUTH.numel(), generator=torch.Generator().manual_seed(seed))[:100]] += random(
+        100, seed=seed
+    ).sign()
     assert [s.split(";")[0] for s in say(actual)] == ["spread over all elements: 100 of 38400 (0.3%) are bad"]
 
 
@@ -277,7 +301,11 @@ def test_a_factor_says_nothing_of_rows_whose_truth_is_zero():
 def test_small_and_odd_tensors_raise_nothing(shape, value, allowed):
     for wanted in (0.0, 1.0, -math.inf, math.nan):
         actual, truth = torch.full(shape, value), torch.full(shape, wanted, dtype=torch.float64)
-        same = value == wanted or (math.isnan(value) and math.isnan(wanted)) or (math.isfinite(value - wanted) and abs(value - wanted) <= allowed)
+        same = (
+            value == wanted
+            or (math.isnan(value) and math.isnan(wanted))
+            or (math.isfinite(value - wanted) and abs(value - wanted) <= allowed)
+        )
         found = diagnose(actual, truth, allowed, "BTHD"[: len(shape)], {"dv": truth, "dk": torch.ones(3)})
         assert bool(found) == (not same and truth.numel() > 0)
 

@@ -47,7 +47,11 @@ def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
 
 def test_a_weak_check_scores_less_than_all(monkeypatch):
     """Without a mask in the one case, a bug in the mask gets away; a missing scale does not."""
-    chosen = tuple(mutant for mutant in flash.MUTANTS if mutant.name in ("missing-scale", "delta-dropped", "causal-long", "softcap-ignored"))
+    chosen = tuple(
+        mutant
+        for mutant in flash.MUTANTS
+        if mutant.name in ("missing-scale", "delta-dropped", "causal-long", "softcap-ignored")
+    )
     monkeypatch.setattr(flash, "SUITE", dataclasses.replace(flash.SUITE, mutants=chosen))
     report = verify("flash", configs=["T=5,H=1"], dtypes=["bf16"], mutants=True)
     caught = {mutant.name: mutant.caught for mutant in report.mutants}

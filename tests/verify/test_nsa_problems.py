@@ -1,4 +1,6 @@
-"""The problems of native sparse attention: what they write out as, the inputs they make, what they ask a function to return."""
+"""The problems of native sparse attention: what they write out as, the inputs they make, what they ask a function to
+return.
+"""
 
 import dataclasses
 import subprocess
@@ -16,7 +18,12 @@ from tilewise.verify.cases.nsa_base import LAYOUTS, PATTERNS, block_pattern
 from tilewise.verify.evaluate import WrongReturnError, evaluate
 from tilewise.verify.fill import make_fill
 
-SUITES = {"nsa": nsa.SUITE, "nsa-selected": nsa_selected.SUITE, "nsa-compressed": nsa_compressed.SUITE, "nsa-attend": nsa_attend.SUITE}
+SUITES = {
+    "nsa": nsa.SUITE,
+    "nsa-selected": nsa_selected.SUITE,
+    "nsa-compressed": nsa_compressed.SUITE,
+    "nsa-attend": nsa_attend.SUITE,
+}
 FUNCTIONS = {
     "nsa": reference.native_sparse_attention,
     "nsa-selected": reference.selected_attention,
@@ -28,7 +35,12 @@ FUNCTIONS = {
 def test_pairs_of_pairs_come_apart_and_a_last_none_is_no_output():
     problem = nsa_attend.NsaAttend(T=5, D=4, window=True)
     inputs = problem.tensors(make_fill("random", 0))
-    assert list(evaluate(problem, reference.native_sparse_attend, inputs, torch.float64, None)) == ["o", "o_win", "lse", "lse_win"]
+    assert list(evaluate(problem, reference.native_sparse_attend, inputs, torch.float64, None)) == [
+        "o",
+        "o_win",
+        "lse",
+        "lse_win",
+    ]
     problem = nsa.Nsa(T=5, D=4, gates="swa")
     inputs = problem.tensors(make_fill("random", 0))
     assert list(evaluate(problem, reference.native_sparse_attention, inputs, torch.float64, None)) == ["o"]
@@ -55,11 +67,16 @@ def test_problems_read_and_write(op):
 def test_interpreted_cases_are_few_and_short(op):
     cases = SUITES[op].standard("cpu", interpreted=True)
     assert len(cases) <= 12
-    assert all(sum(case.problem.tokens()) * case.problem.B <= 150 and case.problem.kv_heads <= 2 and case.problem.width <= 32 for case in cases)
+    assert all(
+        sum(case.problem.tokens()) * case.problem.B <= 150 and case.problem.kv_heads <= 2 and case.problem.width <= 32
+        for case in cases
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("op", "lengths"), [*((op, ()) for op in SUITES), *((op, (5, 0, 20)) for op in SUITES if op != "nsa-attend")])
+@pytest.mark.parametrize(
+    ("op", "lengths"), [*((op, ()) for op in SUITES), *((op, (5, 0, 20)) for op in SUITES if op != "nsa-attend")]
+)
 def test_layouts_change_strides_and_not_shapes(op, layout, lengths):
     further = {"nsa": {"learned": True, "given": True}, "nsa-attend": {"scaled": True}}.get(op, {})
     packed = {"lengths": lengths} if lengths else {}
@@ -100,7 +117,9 @@ def test_what_does_not_go_together_raises(op, text, message):
 
 @pytest.mark.parametrize("op", SUITES)
 def test_drawn_problems_are_problems(op):
-    @hypothesis.settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(
+        max_examples=25, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
     @hypothesis.seed(0)
     @hypothesis.given(st.composite(SUITES[op].draw)())
     def check(problem):
@@ -153,7 +172,11 @@ def test_the_problem_alone_decides_which_blocks_are_named():
 def test_nsa_507():
     problem = SUITES["nsa-attend"].find("nsa-507").problem
     tensors = problem.tensors(make_fill("random", 0))
-    assert [tuple(tensors[name].shape) for name in ("fq", "fk", "fv", "sel_scale")] == [(4, 4, 507, 64), *[(4, 2, 507, 64)] * 2, (4, 2, 507, 6)]
+    assert [tuple(tensors[name].shape) for name in ("fq", "fk", "fv", "sel_scale")] == [
+        (4, 4, 507, 64),
+        *[(4, 2, 507, 64)] * 2,
+        (4, 2, 507, 6),
+    ]
     assert tensors["selected_block_indices"][tensors["fmask"]].unique().tolist() == [0, 1]
     assert problem.options() == {"block_size": 32, "return_sliding_window_out": True}
     assert problem.outputs == ("o", "o_win", "lse", "lse_win")
@@ -162,5 +185,7 @@ def test_nsa_507():
 def test_a_suite_loads_without_the_operators():
     """So that a bug can be planted before they are imported."""
     names = ", ".join(op.replace("-", "_") for op in registry.OPERATORS)
-    code = f"import sys; from tilewise.verify.cases import {names}; print([x for x in sys.modules if 'tilewise.ops' in x])"
+    code = (
+        f"import sys; from tilewise.verify.cases import {names}; print([x for x in sys.modules if 'tilewise.ops' in x])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -14,7 +14,12 @@ from tilewise.verify.compare import WRONG
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import CHOICE, ERROR, NO_GRADIENT
 
-SUITES = {"nsa": nsa.SUITE, "nsa-selected": nsa_selected.SUITE, "nsa-compressed": nsa_compressed.SUITE, "nsa-attend": nsa_attend.SUITE}
+SUITES = {
+    "nsa": nsa.SUITE,
+    "nsa-selected": nsa_selected.SUITE,
+    "nsa-compressed": nsa_compressed.SUITE,
+    "nsa-attend": nsa_attend.SUITE,
+}
 ALL = [(op, case.name) for op, suite in SUITES.items() for case in suite.cases]
 NARROW = [(op, case.name) for op, suite in SUITES.items() for case in suite.standard("cpu", interpreted=True)]
 WIDE = [at for at in ALL if at not in NARROW and at[1] not in ("xl", "xxl")]
@@ -143,7 +148,9 @@ def choosing(change):
 
     def function(return_indices=None, **arguments):
         sizes = {
-            name: arguments[name] for name in ("compress_size", "compress_stride", "block_size", "init_blocks", "local_blocks") if name in arguments
+            name: arguments[name]
+            for name in ("compress_size", "compress_stride", "block_size", "init_blocks", "local_blocks")
+            if name in arguments
         }
         cu = arguments.get("cu_seqlens")
         k_cmp = reference.compress_mean(arguments["k"], sizes["compress_size"], sizes["compress_stride"], cu)
@@ -151,7 +158,9 @@ def choosing(change):
         best, order = scores.sort(dim=-1, descending=True, stable=True)
         blocks, count = scores.shape[-1], arguments["block_count"]
         chosen = order.masked_fill(best == -torch.inf, blocks)[..., :count].sort(-1).values
-        indices = torch.nn.functional.pad(chosen.masked_fill(chosen == blocks, -1), (0, count - chosen.shape[-1]), value=-1).int()
+        indices = torch.nn.functional.pad(
+            chosen.masked_fill(chosen == blocks, -1), (0, count - chosen.shape[-1]), value=-1
+        ).int()
         return reference.native_sparse_attention(**arguments, block_indices=indices)
 
     return function

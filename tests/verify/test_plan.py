@@ -27,7 +27,9 @@ def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     assert all(len(dtypes) == 1 for dtypes in cases.values())
     counts = [sum(dtypes == [dtype] for dtypes in cases.values()) for dtype in DTYPES]
     assert min(counts) * 5 >= len(cases)
-    expected = {case.name for case in registry.find(name).load("suite").standard("cpu", interpreted=backend == "triton")}
+    expected = {
+        case.name for case in registry.find(name).load("suite").standard("cpu", interpreted=backend == "triton")
+    }
     assert set(cases) == expected - {"small"}
 
 
@@ -38,7 +40,9 @@ def test_the_backends_take_different_dtypes(monkeypatch):
 
 def test_one_dtype_or_a_case_by_name_leaves_nothing_out():
     narrow = [case.name for case in registry.find("flash").load("suite").standard("cpu", interpreted=True)]
-    assert {name: dtypes for name, dtypes in planned("flash", dtypes=["bf16"]).items() if name in narrow} == {name: ["bf16"] for name in narrow}
+    assert {name: dtypes for name, dtypes in planned("flash", dtypes=["bf16"]).items() if name in narrow} == {
+        name: ["bf16"] for name in narrow
+    }
     assert planned("flash", configs=["window", "T=9"]) == {"window": list(DTYPES), "T=9": list(DTYPES)}
 
 

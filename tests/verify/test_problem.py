@@ -68,7 +68,14 @@ def test_random_inputs_follow_the_seed():
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("x", [transposed(torch.randn(2, 5, 3, 8)), cut(torch.randn(2, 5, 3, 8), 3), torch.randn(1, 5, 3, 8).expand(4, -1, -1, -1)])
+@pytest.mark.parametrize(
+    "x",
+    [
+        transposed(torch.randn(2, 5, 3, 8)),
+        cut(torch.randn(2, 5, 3, 8), 3),
+        torch.randn(1, 5, 3, 8).expand(4, -1, -1, -1),
+    ],
+)
 def test_placing_keeps_values_strides_and_alignment_and_surrounds(x):
     placed = place(x, torch.bfloat16, CPU, math.nan)
     assert torch.equal(placed, x.bfloat16())

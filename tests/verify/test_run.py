@@ -172,9 +172,16 @@ def test_an_exception_is_a_finding_with_its_place():
 
 
 def test_what_is_returned_must_be_the_outputs():
-    assert "expected 2 tensors (o, lse), got Tensor" in judged(lambda q, k, v, **options: right(q, k, v, **options)[0]).findings[0].message
-    wrong_shape = judged(lambda q, k, v, **options: (right(q, k, v, **options)[0].transpose(1, 2), right(q, k, v, **options)[1]))
-    assert [comparison.failure.status for comparison in wrong_shape.comparisons if comparison.failure] == ["wrong shape"]
+    assert (
+        "expected 2 tensors (o, lse), got Tensor"
+        in judged(lambda q, k, v, **options: right(q, k, v, **options)[0]).findings[0].message
+    )
+    wrong_shape = judged(
+        lambda q, k, v, **options: (right(q, k, v, **options)[0].transpose(1, 2), right(q, k, v, **options)[1])
+    )
+    assert [comparison.failure.status for comparison in wrong_shape.comparisons if comparison.failure] == [
+        "wrong shape"
+    ]
 
 
 def test_tolerances_take_the_place_of_eager_torch():
@@ -213,7 +220,11 @@ def test_the_truth_does_not_follow_global_settings():
     result = judged(right, "T=9", dtype="fp32", gradients=False)
     assert result.passed, result
     with torch.autocast("cpu", torch.bfloat16):
-        assert not judged(lambda q, k, v, **options: tuple(x.bfloat16().float() for x in right(q, k, v, **options)), "T=9", dtype="fp32").passed
+        assert not judged(
+            lambda q, k, v, **options: tuple(x.bfloat16().float() for x in right(q, k, v, **options)),
+            "T=9",
+            dtype="fp32",
+        ).passed
 
 
 def test_one_square_matrix_is_enough_to_be_found():

@@ -65,12 +65,16 @@ def test_wrong_usage_is_said(spec, message):
 def test_a_file_that_does_not_import(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_that_name\n")
-    with pytest.raises(UsageError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'"):
+    with pytest.raises(
+        UsageError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
+    ):
         verify("flash", f"{path}:f", configs=["small"])
 
 
 def test_a_connection_is_closed_by_one_thread_alone(tmp_path, monkeypatch):
-    """Two processes refuse at about the same time; while the second's thread closes its connection, the first's refusal ends the run."""
+    """Two processes refuse at about the same time; while the second's thread closes its connection, the first's refusal
+    ends the run.
+    """
 
     def close_slowly(connection):
         time.sleep(0.5)
@@ -108,9 +112,15 @@ def test_a_module_in_the_current_folder(tmp_path, monkeypatch):
 
 def test_a_script_without_a_guard(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(f"from tilewise.verify import verify\nprint(verify('flash', '{HERE}:right', configs=['T=5'], dtypes=['fp32']).passed)\n")
+    script.write_text(
+        f"from tilewise.verify import verify\nprint(verify('flash', '{HERE}:right', configs=['T=5'],"
+        " dtypes=['fp32']).passed)\n"
+    )
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    assert subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment).stdout.strip() == "True"
+    assert (
+        subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment).stdout.strip()
+        == "True"
+    )
 
 
 @pytest.mark.parametrize(

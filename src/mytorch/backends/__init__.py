@@ -27,7 +27,10 @@ def of(device: Device) -> Backend:
 
 
 def set_cpu_backend(name: str) -> None:
-    """Compute on the CPU with "parallel" (numba's threads; the default) or "serial" (NumPy). The results are equal but for rounding."""
+    """Compute on the CPU with "parallel" (numba's threads; the default) or "serial" (NumPy).
+
+    The results are equal but for rounding.
+    """
     global _cpu
     if name not in ("serial", "parallel"):
         raise ValueError(f"the CPU backend is 'serial' or 'parallel', not {name!r}")
@@ -40,14 +43,19 @@ def cpu_backend() -> str:
 
 
 def set_num_threads(count: int) -> None:
-    """Loops that this thread starts in the parallel backend run on so many, from 1 to as many as numba may start; BLAS has variables of its own."""
+    """Loops that this thread starts in the parallel backend run on so many, from 1 to as many as numba may start; BLAS
+    has variables of its own.
+    """
     # The backend chooses which threads numba starts, which asking for their number does.
     load("parallel")
     import numba
 
     most = numba.config.NUMBA_NUM_THREADS
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-        raise ValueError(f"the number of threads is an integer from 1 to {most} (the cores, or NUMBA_NUM_THREADS where it is set), not {count!r}")
+        raise ValueError(
+            f"the number of threads is an integer from 1 to {most} (the cores, or NUMBA_NUM_THREADS where it is set),"
+            f" not {count!r}"
+        )
     numba.set_num_threads(count)
 
 

@@ -1,8 +1,9 @@
 """What a device must be able to do: the protocol that every backend fulfils and every operation is written in.
 
-An array is whatever the backend keeps its numbers in: `numpy.ndarray` on the CPU, a torch tensor (memory, shape and strides, nothing else) on
-CUDA. Arrays of one shape have equal `shape`s, those of one type equal `dtype`s. Arrays that come in may have any strides; those that come out of
-arithmetic are new memory, in C order. Nothing writes to an array that came in, except the methods whose names end in `_`.
+An array is whatever the backend keeps its numbers in: `numpy.ndarray` on the CPU, a torch tensor (memory, shape and
+strides, nothing else) on CUDA. Arrays of one shape have equal `shape`s, those of one type equal `dtype`s. Arrays that
+come in may have any strides; those that come out of arithmetic are new memory, in C order. Nothing writes to an array
+that came in, except the methods whose names end in `_`.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,9 @@ class Backend(Protocol):
 
     # Reductions, in fp32 at least.
     def sum(self, x: Array, axes: Shape, keepdims: bool, divisor: float | None = None) -> Array:
-        """The sum over axes (all given, none negative), in x's type; with a divisor, a float's is divided before it is rounded to that type."""
+        """The sum over axes (all given, none negative), in x's type; with a divisor, a float's is divided before it is
+        rounded to that type.
+        """
 
     def max(self, x: Array, axes: Shape, keepdims: bool) -> Array:
         """The largest over axes; NaN where there is one."""
@@ -109,13 +112,18 @@ class Backend(Protocol):
         """Zeros of a shape with grad at key."""
 
     def take(self, table: Array, index: Array) -> Array:
-        """Rows of table `[V, ...]` by int64 index `[...]`. One outside is the caller's to refuse; on CUDA, where asking waits, NaN instead."""
+        """Rows of table `[V, ...]` by int64 index `[...]`.
+
+        One outside is the caller's to refuse; on CUDA, where asking waits, NaN instead.
+        """
 
     def take_grad(self, grad: Array, index: Array, rows: int) -> Array:
         """Grad's rows added up where index says, in a fixed order: `[rows, ...]`."""
 
     def gather(self, x: Array, axis: int, index: Array) -> Array:
-        """`out[i][j] = x[index[i][j]][j]` for axis 0, and so on; index has x's number of axes and is nowhere longer, but along axis."""
+        """`out[i][j] = x[index[i][j]][j]` for axis 0, and so on; index has x's number of axes and is nowhere longer,
+        but along axis.
+        """
 
     def gather_grad(self, grad: Array, axis: int, index: Array, shape: Shape) -> Array:
         """Grad added up where gather read."""
@@ -136,28 +144,40 @@ class Backend(Protocol):
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
         """`(x - mean) * rstd * weight + bias`, and mean and rstd without the last axis, in fp32 at least."""
 
-    def layer_norm_grad(self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
+    def layer_norm_grad(
+        self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
         """Gradients of x, weight and bias."""
 
     # Images, `[B, C, H, W]`; stride and padding by (height, width).
-    def conv2d(self, x: Array, weight: Array, bias: Array | None, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d(
+        self, x: Array, weight: Array, bias: Array | None, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         """Cross-correlation with weight `[O, C, h, w]`."""
 
-    def conv2d_grad_input(self, grad: Array, weight: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d_grad_input(
+        self, grad: Array, weight: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         """The gradient of x, which had a shape."""
 
-    def conv2d_grad_weight(self, grad: Array, x: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d_grad_weight(
+        self, grad: Array, x: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         """The gradient of the weight, which has a shape."""
 
     def max_pool2d(self, x: Array, size: tuple[int, int], stride: tuple[int, int]) -> tuple[Array, Array]:
         """The largest of each window, and where it stood (the first of equals): int64 `row * W + column`."""
 
-    def max_pool2d_grad(self, grad: Array, where: Array, shape: Shape, size: tuple[int, int], stride: tuple[int, int]) -> Array:
+    def max_pool2d_grad(
+        self, grad: Array, where: Array, shape: Shape, size: tuple[int, int], stride: tuple[int, int]
+    ) -> Array:
         """Grad added up where the largest stood, in images of a shape."""
 
     # Attention, `[B, T, H, D]`; the heads of k and v may be fewer, each serving as many of q's.
     def attention(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, Array]:
-        """Output and the logarithm of each row's sum `[B, H, Tq]`, in fp32 at least; causal is aligned at the end, as tilewise.flash_attention."""
+        """Output and the logarithm of each row's sum `[B, H, Tq]`, in fp32 at least; causal is aligned at the end, as
+        tilewise.flash_attention.
+        """
 
     def attention_grad(
         self, grad: Array, q: Array, k: Array, v: Array, output: Array, lse: Array, causal: bool, scale: float
@@ -165,8 +185,12 @@ class Backend(Protocol):
         """Gradients of q, k and v."""
 
     # Optimisers, in place.
-    def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
-        """`g = grad + weight_decay * x; velocity = momentum * velocity + g; x -= lr * velocity` (g where there is no velocity)."""
+    def sgd_(
+        self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        """`g = grad + weight_decay * x; velocity = momentum * velocity + g; x -= lr * velocity` (g where there is no
+        velocity).
+        """
 
     def adam_(
         self,
@@ -181,4 +205,7 @@ class Backend(Protocol):
         weight_decay: float,
         decoupled: bool,
     ) -> None:
-        """Adam's step number `step` (from 1). Decoupled weight decay shrinks x itself (AdamW), the other is added to the gradient."""
+        """Adam's step number `step` (from 1).
+
+        Decoupled weight decay shrinks x itself (AdamW), the other is added to the gradient.
+        """

@@ -1,6 +1,7 @@
 """The CUDA backend: arithmetic in Triton kernels of our own, attention by tilewise's flash launcher.
 
-Torch serves for device memory, shapes and views; a tensor of torch's is what this backend calls an array. Where there is no GPU it works
+Torch serves for device memory, shapes and views; a tensor of torch's is what this backend calls an array. Where there
+is no GPU it works
 interpreted only: kernels run through Triton's interpreter, on the host's memory.
 """
 
@@ -30,13 +31,16 @@ def find_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     raise RuntimeError(
-        "Device.CUDA needs a GPU and torch sees none: use Device.CPU, or have Triton's interpreter run the kernels (slowly) by setting "
-        "TRITON_INTERPRET=1 in the environment before Python starts"
+        "Device.CUDA needs a GPU and torch sees none: use Device.CPU, or have Triton's interpreter run the kernels"
+        " (slowly) by setting TRITON_INTERPRET=1 in the environment before Python starts"
     )
 
 
 class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
-    """The protocol of `base.Backend` on a GPU. A device may be given: `meta`, to collect launches that are compiled and not run."""
+    """The protocol of `base.Backend` on a GPU.
+
+    A device may be given: `meta`, to collect launches that are compiled and not run.
+    """
 
     name = "cuda"
 
@@ -52,14 +56,20 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
     def attention_grad(
         self, grad: Array, q: Array, k: Array, v: Array, output: Array, lse: Array, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
-        return flash.backward(self._attention_inputs(q, k, v, causal, scale), output, lse, self._rows_in_order(grad), None)
+        return flash.backward(
+            self._attention_inputs(q, k, v, causal, scale), output, lse, self._rows_in_order(grad), None
+        )
 
     def _attention_inputs(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> flash.Inputs:
         if q.dtype not in (torch.float16, torch.float32):
-            raise TypeError(f"attention on CUDA takes fp16 and fp32, not {self.dtype(q)}: convert with astype, or compute on Device.CPU")
+            raise TypeError(
+                f"attention on CUDA takes fp16 and fp32, not {self.dtype(q)}: convert with astype, or compute on"
+                " Device.CPU"
+            )
         if max(q.shape[-1], v.shape[-1]) > MOST_CHANNELS:
             raise ValueError(
-                f"attention on CUDA takes at most {MOST_CHANNELS} channels a head, not {q.shape[-1]} and {v.shape[-1]}: use more heads, or Device.CPU"
+                f"attention on CUDA takes at most {MOST_CHANNELS} channels a head, not {q.shape[-1]} and {v.shape[-1]}:"
+                " use more heads, or Device.CPU"
             )
         q, k, v = self._rows_in_order(q), self._rows_in_order(k), self._rows_in_order(v)
         return flash.make_inputs(q, k, v, None, None, causal, -1, -1, scale, 0.0)

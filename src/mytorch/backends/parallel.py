@@ -1,7 +1,7 @@
 """The parallel CPU backend: the serial one, with loops on OpenMP threads where they are worth it.
 
-What is small, in fp16 or of integers, or laid out in a way no loop is written for goes to NumPy: the results are those of the serial backend but
-for rounding. Matrix products are BLAS's, which has threads of its own.
+What is small, in fp16 or of integers, or laid out in a way no loop is written for goes to NumPy: the results are those
+of the serial backend but for rounding. Matrix products are BLAS's, which has threads of its own.
 """
 
 import functools
@@ -22,7 +22,8 @@ Pair = tuple[int, int]
 # Elements from which threads pay, measured on two cores: starting them takes about 10 microseconds.
 # Cheap is what NumPy does with vector instructions in one pass.
 CHEAP, COSTLY = 1 << 17, 1 << 14
-# Multiplications from which convolution and attention leave NumPy: below, finding out what to do takes as long as doing it.
+# Multiplications from which convolution and attention leave NumPy: below, finding out what to do takes as long as doing
+# it.
 PRODUCTS = 1 << 17
 # Rows shorter than this are not worth a loop of their own.
 SHORT = 32
@@ -37,14 +38,17 @@ COSTLY_NAMES = {"gelu", "silu", "sigmoid", "relu_grad", "gelu_grad", "silu_grad"
 
 
 def suits(least: int, *arrays: Array) -> bool:
-    """Whether loops exist for the type that these have, all the same, and the first is large enough, the others not empty."""
+    """Whether loops exist for the type that these have, all the same, and the first is large enough, the others not
+    empty.
+    """
     kind = arrays[0].dtype
     right = kind in (np.float32, np.float64) and all(x.dtype == kind and x.size for x in arrays)
     return right and arrays[0].size >= least
 
 
 def beside(x: Array, y: Array) -> tuple[int, int, bool] | None:
-    """How x's elements meet y's: x in segments of a length, segment i beside `y[i * step]`, one for all of it or the first of as many.
+    """How x's elements meet y's: x in segments of a length, segment i beside `y[i * step]`, one for all of it or the
+    first of as many.
 
     None where y is broadcast in another way, or x is.
     """
@@ -91,7 +95,9 @@ def whole_rows(offsets: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=64)
-def convolution_plan(channels: int, window: Shape, size: Shape, plane: Shape, step: Pair, band: Pair) -> tuple[Array, Array, Array]:
+def convolution_plan(
+    channels: int, window: Shape, size: Shape, plane: Shape, step: Pair, band: Pair
+) -> tuple[Array, Array, Array]:
     """Pixels, taps, and which range of the taps each group of pixels needs: rows of the plane outside a band are 0.
 
     Taps go by the window's rows first, so that a range of them leaves rows out.
@@ -209,10 +215,14 @@ class ParallelBackend(SerialBackend):
         if not suits(COSTLY, x, weight, bias):
             return super().layer_norm(x, weight, bias, eps)
         out, mean, rstd = np.empty(x.shape, x.dtype), np.empty(x.shape[:-1], x.dtype), np.empty(x.shape[:-1], x.dtype)
-        row_loops.layer_norm(in_rows(x), flat(weight), flat(bias), eps, self._threads, in_rows(out), mean.reshape(-1), rstd.reshape(-1))
+        row_loops.layer_norm(
+            in_rows(x), flat(weight), flat(bias), eps, self._threads, in_rows(out), mean.reshape(-1), rstd.reshape(-1)
+        )
         return out, mean, rstd
 
-    def layer_norm_grad(self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
+    def layer_norm_grad(
+        self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
         if not suits(COSTLY, x, grad, weight, mean, rstd):
             return super().layer_norm_grad(grad, x, weight, mean, rstd)
         out, x_ = np.empty(x.shape, x.dtype), in_rows(x)
@@ -226,18 +236,26 @@ class ParallelBackend(SerialBackend):
         if not suits(1, x, weight) or len(x) * math.prod(size) * weight.size < PRODUCTS:
             return super().conv2d(x, weight, bias, stride, padding)
         start = np.zeros(len(weight), x.dtype) if bias is None else bias
-        return self._convolve(x, (1, 1), padding, plane, weight.transpose(2, 1, 3, 0), start, stride, (len(x), len(weight), *size))
+        return self._convolve(
+            x, (1, 1), padding, plane, weight.transpose(2, 1, 3, 0), start, stride, (len(x), len(weight), *size)
+        )
 
     def conv2d_grad_input(self, grad: Array, weight: Array, shape: Shape, stride: Pair, padding: Pair) -> Array:
         window = weight.shape[2:]
         corner = window[0] - 1 - padding[0], window[1] - 1 - padding[1]
-        if not suits(1, grad, weight) or min(corner) < 0 or math.prod(shape) // max(1, shape[1]) * weight.size < PRODUCTS:
+        if (
+            not suits(1, grad, weight)
+            or min(corner) < 0
+            or math.prod(shape) // max(1, shape[1]) * weight.size < PRODUCTS
+        ):
             return super().conv2d_grad_input(grad, weight, shape, stride, padding)
         plane = shape[2] + window[0] - 1, shape[3] + window[1] - 1
         turned = weight[:, :, ::-1, ::-1].transpose(2, 0, 3, 1)
         return self._convolve(grad, stride, corner, plane, turned, np.zeros(shape[1], grad.dtype), (1, 1), shape)
 
-    def _convolve(self, x: Array, spread: Pair, corner: Pair, plane: Pair, weight: Array, start: Array, step: Pair, shape: Shape) -> Array:
+    def _convolve(
+        self, x: Array, spread: Pair, corner: Pair, plane: Pair, weight: Array, start: Array, step: Pair, shape: Shape
+    ) -> Array:
         """Weight is `[h, C, w, O]`, start what each channel of the result begins with."""
         height, channels, width = weight.shape[:3]
         band = corner[0], corner[0] + (x.shape[2] - 1) * spread[0] + 1
@@ -256,7 +274,9 @@ class ParallelBackend(SerialBackend):
         pixels, taps = weight_plan(shape[1], shape[2:], grad.shape[2:], plane, stride)
         lane = lanes(x.dtype)
         sums = np.empty((min(PARTS, len(x)), len(taps), -(-shape[0] // lane) * lane), x.dtype)
-        image.convolve_weight(np.ascontiguousarray(x), padding, plane, flat(grad).reshape(*grad.shape[:2], -1), pixels, taps, sums)
+        image.convolve_weight(
+            np.ascontiguousarray(x), padding, plane, flat(grad).reshape(*grad.shape[:2], -1), pixels, taps, sums
+        )
         return np.ascontiguousarray(sums.sum(0)[: math.prod(shape[1:]), : shape[0]].T).reshape(shape)
 
     def max_pool2d(self, x: Array, size: Pair, stride: Pair) -> tuple[Array, Array]:
@@ -279,7 +299,10 @@ class ParallelBackend(SerialBackend):
     def attention(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> tuple[Array, Array]:
         if not suits(1, q, k, v) or q.size * k.shape[1] < PRODUCTS:
             return super().attention(q, k, v, causal, scale)
-        out, lse = np.empty((*q.shape[:3], v.shape[3]), q.dtype), np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+        out, lse = (
+            np.empty((*q.shape[:3], v.shape[3]), q.dtype),
+            np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype),
+        )
         attention.forward(*map(heads_first, (q, k, v)), causal, scale, self._threads, out, lse)
         return out, lse
 
@@ -295,7 +318,9 @@ class ParallelBackend(SerialBackend):
         attention_grad.by_keys(*given, dk, dv)
         return dq, dk, dv
 
-    def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
+    def sgd_(
+        self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float
+    ) -> None:
         speed = np.empty(0, x.dtype) if velocity is None else velocity
         if suits(CHEAP, x, grad) and speed.dtype == x.dtype and x.flags.c_contiguous and speed.flags.c_contiguous:
             optimiser.sgd(x.reshape(-1), flat(grad), speed.reshape(-1), lr, momentum, weight_decay, self._threads)

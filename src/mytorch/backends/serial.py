@@ -1,4 +1,7 @@
-"""The serial CPU backend: plain NumPy, one line an operation where possible. It is the definition that the others are held to."""
+"""The serial CPU backend: plain NumPy, one line an operation where possible.
+
+It is the definition that the others are held to.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -53,7 +56,8 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "mul": np.multiply,
     "div": np.divide,
     "pow": np.power,
-    # 0 for p = 0, also at x = 0, where x ** -1 is infinite; 0 at x = 0 for the exponent, where the logarithm is, unless y is too.
+    # 0 for p = 0, also at x = 0, where x ** -1 is infinite; 0 at x = 0 for the exponent, where the logarithm is, unless
+    # y is too.
     "pow_base": lambda x, p: np.where(p == 0, 0, p * np.power(x, p - 1)),
     "pow_exponent": lambda x, y: np.where((x == 0) & (y != np.inf), 0, y * np.log(x)),
     "eq": np.equal,
@@ -215,21 +219,29 @@ class SerialBackend:
         rstd = 1 / np.sqrt((centred * centred).mean(-1) + eps)
         return (centred * rstd[..., None] * weight + bias).astype(x.dtype), mean, rstd.astype(mean.dtype)
 
-    def layer_norm_grad(self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
+    def layer_norm_grad(
+        self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
         grad_, rows = wide(grad), tuple(range(x.ndim - 1))
         normed = (wide(x) - mean[..., None]) * rstd[..., None]
         scaled = grad_ * weight
-        dx = rstd[..., None] * (scaled - scaled.mean(-1, keepdims=True) - normed * (scaled * normed).mean(-1, keepdims=True))
+        dx = rstd[..., None] * (
+            scaled - scaled.mean(-1, keepdims=True) - normed * (scaled * normed).mean(-1, keepdims=True)
+        )
         return dx.astype(x.dtype), (grad_ * normed).sum(rows).astype(weight.dtype), grad_.sum(rows).astype(weight.dtype)
 
-    def conv2d(self, x: Array, weight: Array, bias: Array | None, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d(
+        self, x: Array, weight: Array, bias: Array | None, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         seen = windows(wide(x), weight.shape[2:], stride, padding)
         out = np.tensordot(seen, wide(weight), ([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2)
         if bias is not None:
             out = out + bias[:, None, None]
         return np.asarray(out, dtype=x.dtype, order="C")
 
-    def conv2d_grad_input(self, grad: Array, weight: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d_grad_input(
+        self, grad: Array, weight: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         rows, columns = grad.shape[2:]
         out = np.zeros((*shape[:2], shape[2] + 2 * padding[0], shape[3] + 2 * padding[1]), wide(grad).dtype)
         for i, j in np.ndindex(*weight.shape[2:]):
@@ -238,7 +250,9 @@ class SerialBackend:
         out = out[:, :, padding[0] : padding[0] + shape[2], padding[1] : padding[1] + shape[3]]
         return np.asarray(out, dtype=grad.dtype, order="C")
 
-    def conv2d_grad_weight(self, grad: Array, x: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]) -> Array:
+    def conv2d_grad_weight(
+        self, grad: Array, x: Array, shape: Shape, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Array:
         seen = windows(wide(x), shape[2:], stride, padding)
         return np.tensordot(wide(grad), seen, ([0, 2, 3], [0, 2, 3])).astype(grad.dtype, copy=False)
 
@@ -251,7 +265,9 @@ class SerialBackend:
         column = np.arange(seen.shape[3]) * stride[1] + best % size[1]
         return out, row * x.shape[3] + column
 
-    def max_pool2d_grad(self, grad: Array, where: Array, shape: Shape, size: tuple[int, int], stride: tuple[int, int]) -> Array:
+    def max_pool2d_grad(
+        self, grad: Array, where: Array, shape: Shape, size: tuple[int, int], stride: tuple[int, int]
+    ) -> Array:
         out = np.zeros((shape[0] * shape[1], shape[2] * shape[3]), wide(grad).dtype)
         image = np.arange(len(out))[:, None]
         pixels = grad.shape[2] * grad.shape[3]
@@ -278,19 +294,29 @@ class SerialBackend:
         dp = np.matmul(grad_, v_.swapaxes(-1, -2))
         ds = p * (dp - (grad_ * output_).sum(-1, keepdims=True)) * scale
         dq, dk, dv = np.matmul(ds, k_), np.matmul(ds.swapaxes(-1, -2), q_), np.matmul(p.swapaxes(-1, -2), grad_)
-        return self._heads_back(dq, heads, q.dtype), self._heads_back(dk, k.shape[2], k.dtype), self._heads_back(dv, k.shape[2], v.dtype)
+        return (
+            self._heads_back(dq, heads, q.dtype),
+            self._heads_back(dk, k.shape[2], k.dtype),
+            self._heads_back(dv, k.shape[2], v.dtype),
+        )
 
     def _scores(self, q: Array, k: Array, causal: bool, scale: float) -> Array:
         """`[B, H, Tq, Tk]`, -inf where a query does not see a key."""
         scores = np.matmul(self._heads_first(q, q.shape[2]), self._heads_first(k, q.shape[2]).swapaxes(-1, -2)) * scale
         if causal:
             rows, columns = scores.shape[-2:]
-            scores = np.where(np.tri(rows, columns, columns - rows, dtype=np.bool_), scores, np.asarray(-np.inf, scores.dtype))
+            scores = np.where(
+                np.tri(rows, columns, columns - rows, dtype=np.bool_), scores, np.asarray(-np.inf, scores.dtype)
+            )
         return scores
 
     def _heads_first(self, x: Array, heads: int) -> Array:
         """`[B, H, T, D]`, each head repeated until there are as many as q's."""
-        return np.repeat(wide(x).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1) if x.shape[2] else wide(x).transpose(0, 2, 1, 3)
+        return (
+            np.repeat(wide(x).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
+            if x.shape[2]
+            else wide(x).transpose(0, 2, 1, 3)
+        )
 
     def _heads_back(self, grad: Array, heads: int, dtype: DType) -> Array:
         """`[B, T, heads, D]`: the gradients of repeated heads added up."""
@@ -298,7 +324,9 @@ class SerialBackend:
         grad = grad.reshape(batch, heads, grad.shape[1] // heads, tokens, channels).sum(2)
         return np.asarray(grad.transpose(0, 2, 1, 3), dtype=dtype, order="C")
 
-    def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
+    def sgd_(
+        self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float
+    ) -> None:
         update = wide(grad) + weight_decay * wide(x) if weight_decay else wide(grad)
         if velocity is not None:
             update = momentum * wide(velocity) + update

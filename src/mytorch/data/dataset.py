@@ -9,7 +9,10 @@ from mytorch.tensor import Tensor
 
 
 class Dataset:
-    """Examples by number. A subclass implements `__len__` and `__getitem__`; an example is a number, an array, a tensor, or a tuple of these."""
+    """Examples by number.
+
+    A subclass implements `__len__` and `__getitem__`; an example is a number, an array, a tensor, or a tuple of these.
+    """
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} must implement __len__(self)")
@@ -31,7 +34,10 @@ def stacked(values: Sequence[Any]) -> Tensor:
         return Tensor.create(list(values))
     arrays = [x.numpy() if isinstance(x, Tensor) else x for x in values]
     if len({x.shape for x in arrays}) != 1:
-        raise ValueError(f"the examples of a batch must have one shape, got {', '.join(sorted({str(list(x.shape)) for x in arrays}))}")
+        raise ValueError(
+            "the examples of a batch must have one shape, got"
+            f" {', '.join(sorted({str(list(x.shape)) for x in arrays}))}"
+        )
     return Tensor.create(np.stack(arrays))
 
 
@@ -41,7 +47,10 @@ class ArrayDataset(Dataset):
     def __init__(self, *arrays: np.ndarray | Tensor) -> None:
         self.arrays = [x.numpy() if isinstance(x, Tensor) else np.asarray(x) for x in arrays]
         if not arrays or any(x.ndim == 0 for x in self.arrays) or len({len(x) for x in self.arrays}) != 1:
-            raise ValueError(f"ArrayDataset wants arrays of one length, got shapes {', '.join(str(list(x.shape)) for x in self.arrays) or 'none'}")
+            raise ValueError(
+                "ArrayDataset wants arrays of one length, got shapes"
+                f" {', '.join(str(list(x.shape)) for x in self.arrays) or 'none'}"
+            )
 
     def __len__(self) -> int:
         return len(self.arrays[0])

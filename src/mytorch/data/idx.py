@@ -1,6 +1,7 @@
 """Files in the IDX format, in which MNIST and its relatives come.
 
-Two bytes 0, one for the element type, one for the number of axes; each axis' length in four bytes; then the elements, all big-endian.
+Two bytes 0, one for the element type, one for the number of axes; each axis' length in four bytes; then the elements,
+all big-endian.
 """
 
 import gzip
@@ -23,11 +24,17 @@ def load_idx(path: str | os.PathLike[str]) -> np.ndarray:
     content = _unpacked(file)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in TYPES:
         expected = ", ".join(f"{code:02x}" for code in TYPES)
-        raise ValueError(f"{file} is no IDX file: it must begin with 00 00 and a type among {expected}, and begins with {content[:4].hex(' ')!r}")
+        raise ValueError(
+            f"{file} is no IDX file: it must begin with 00 00 and a type among {expected}, and begins with"
+            f" {content[:4].hex(' ')!r}"
+        )
     kind, n_axes = np.dtype(TYPES[content[2]]), content[3]
     start = 4 + 4 * n_axes
     if len(content) < start:
-        raise ValueError(f"{file} is truncated: {n_axes} axes take a header of {start} bytes, and the file has {len(content)}: download it again")
+        raise ValueError(
+            f"{file} is truncated: {n_axes} axes take a header of {start} bytes, and the file has {len(content)}:"
+            " download it again"
+        )
     shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4))
     expected_size = start + math.prod(shape) * kind.itemsize
     if len(content) != expected_size:

@@ -14,8 +14,9 @@ from mytorch.tensor import Tensor
 class DataLoader:
     """Iterating gives one epoch: batches of tensors, or of tuples of tensors, as the examples are.
 
-    With `shuffle`, each epoch has another order; the same seed gives the same orders. Without a seed, `mytorch.manual_seed` decides. The last
-    batch is smaller where the examples do not divide evenly, or left out with `drop_last`.
+    With `shuffle`, each epoch has another order; the same seed gives the same orders. Without a seed,
+    `mytorch.manual_seed` decides. The last batch is smaller where the examples do not divide evenly, or left out with
+    `drop_last`.
     """
 
     def __init__(
@@ -29,10 +30,19 @@ class DataLoader:
         device: Device = Device.CPU,
     ) -> None:
         if not isinstance(dataset, Dataset):
-            raise TypeError(f"DataLoader takes a Dataset, not {type(dataset).__name__}: wrap arrays in ArrayDataset, or subclass Dataset")
+            raise TypeError(
+                f"DataLoader takes a Dataset, not {type(dataset).__name__}: wrap arrays in ArrayDataset, or subclass"
+                " Dataset"
+            )
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"batch_size is an integer of at least 1, not {batch_size!r}")
-        self.dataset, self.batch_size, self.shuffle, self.drop_last, self.device = dataset, batch_size, shuffle, drop_last, device
+        self.dataset, self.batch_size, self.shuffle, self.drop_last, self.device = (
+            dataset,
+            batch_size,
+            shuffle,
+            drop_last,
+            device,
+        )
         if seed is not None and seed < 0:
             raise ValueError(f"a seed is an integer of at least 0, not {seed!r}")
         self.seed = random.next_seed() if seed is None and shuffle else seed or 0

@@ -10,7 +10,19 @@ Sequential(
 """
 
 from mytorch.nn.attention import MultiHeadAttention, TransformerBlock
-from mytorch.nn.layers import GELU, Conv2D, Dropout, Embedding, Flatten, LayerNorm, Linear, MaxPool2D, ReLU, Sequential, SiLU
+from mytorch.nn.layers import (
+    GELU,
+    Conv2D,
+    Dropout,
+    Embedding,
+    Flatten,
+    LayerNorm,
+    Linear,
+    MaxPool2D,
+    ReLU,
+    Sequential,
+    SiLU,
+)
 from mytorch.nn.losses import CrossEntropyLoss, MSELoss
 from mytorch.nn.module import Module
 

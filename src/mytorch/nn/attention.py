@@ -9,25 +9,37 @@ from mytorch.tensor import Tensor
 class MultiHeadAttention(Module):
     """Attention of `x [B, T, width]` to itself, or to a context `[B, Tk, width]`, in `heads` parts of the width.
 
-    With fewer `kv_heads`, each head of keys and values serves as many of the queries'. `causal`: each place sees those up to its own; where the
-    context is longer, x stands at its end. The [T, T] scores are never stored.
+    With fewer `kv_heads`, each head of keys and values serves as many of the queries'. `causal`: each place sees those
+    up to its own; where the context is longer, x stands at its end. The [T, T] scores are never stored.
     """
 
-    def __init__(self, width: int, heads: int, *, kv_heads: int | None = None, causal: bool = False, bias: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int, *, kv_heads: int | None = None, causal: bool = False, bias: bool = True
+    ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         initial.check_sizes("MultiHeadAttention", width=width, heads=heads, kv_heads=kv_heads)
         if width % heads or heads % kv_heads:
-            raise ValueError(f"width must be a multiple of heads, and heads one of kv_heads, got width {width}, heads {heads}, kv_heads {kv_heads}")
+            raise ValueError(
+                f"width must be a multiple of heads, and heads one of kv_heads, got width {width}, heads {heads},"
+                f" kv_heads {kv_heads}"
+            )
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
         kv_width = width // heads * kv_heads
-        self.to_q, self.to_k, self.to_v = Linear(width, width, bias=bias), Linear(width, kv_width, bias=bias), Linear(width, kv_width, bias=bias)
+        self.to_q, self.to_k, self.to_v = (
+            Linear(width, width, bias=bias),
+            Linear(width, kv_width, bias=bias),
+            Linear(width, kv_width, bias=bias),
+        )
         self.to_out = Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """As the class says."""
         source = x if context is None else context
         if len(x.shape) != 3 or len(source.shape) != 3:
-            raise ValueError(f"attention wants [B, T, width], got {list(x.shape)}" + ("" if context is None else f" and {list(context.shape)}"))
+            raise ValueError(
+                f"attention wants [B, T, width], got {list(x.shape)}"
+                + ("" if context is None else f" and {list(context.shape)}")
+            )
         channels = self.to_q.weight.shape[1] // self.heads
         q = self.to_q(x).reshape(*x.shape[:2], self.heads, channels)
         k, v = (to(source).reshape(*source.shape[:2], self.kv_heads, channels) for to in (self.to_k, self.to_v))
@@ -40,10 +52,19 @@ class MultiHeadAttention(Module):
 
 
 class TransformerBlock(Module):
-    """Attention, then two linear layers with GELU between them, each after a layer norm and beside a residual; `[B, T, width]` in and out."""
+    """Attention, then two linear layers with GELU between them, each after a layer norm and beside a residual;
+    `[B, T, width]` in and out.
+    """
 
     def __init__(
-        self, width: int, heads: int, *, kv_heads: int | None = None, causal: bool = False, hidden: int | None = None, dropout: float = 0.0
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        hidden: int | None = None,
+        dropout: float = 0.0,
     ) -> None:
         hidden = 4 * width if hidden is None else hidden
         self.norm_attention = LayerNorm(width)

@@ -12,7 +12,9 @@ def normal(shape: tuple[int, ...], deviation: float) -> Tensor:
 
 
 def kaiming_he(shape: tuple[int, ...], inputs: int) -> Tensor:
-    """A weight whose every output is a sum over `inputs`: variance 2 / inputs keeps the size of what goes through it and a ReLU."""
+    """A weight whose every output is a sum over `inputs`: variance 2 / inputs keeps the size of what goes through it
+    and a ReLU.
+    """
     return normal(shape, math.sqrt(2 / inputs))
 
 

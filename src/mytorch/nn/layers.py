@@ -1,4 +1,6 @@
-"""The layers of one input: linear maps, convolution, pooling, activations, normalisation, embedding, and one after the other."""
+"""The layers of one input: linear maps, convolution, pooling, activations, normalisation, embedding, and one after the
+other.
+"""
 
 import math
 from collections.abc import Iterator
@@ -27,9 +29,13 @@ class Linear(Module):
 
 
 class Conv2D(Module):
-    """Images `[B, inputs, H, W]` with a weight `[outputs, inputs, h, w]` and a bias `[outputs]`; size, stride and padding by number or (h, w)."""
+    """Images `[B, inputs, H, W]` with a weight `[outputs, inputs, h, w]` and a bias `[outputs]`; size, stride and
+    padding by number or (h, w).
+    """
 
-    def __init__(self, inputs: int, outputs: int, size: Pair, *, stride: Pair = 1, padding: Pair = 0, bias: bool = True) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, size: Pair, *, stride: Pair = 1, padding: Pair = 0, bias: bool = True
+    ) -> None:
         initial.check_sizes("Conv2D", inputs=inputs, outputs=outputs)
         window = pair(size, "size", 1)
         self.stride, self.padding = pair(stride, "stride", 1), pair(padding, "padding", 0)
@@ -152,7 +158,9 @@ class Sequential(Module):
     def __init__(self, *modules: Module) -> None:
         for i, module in enumerate(modules):
             if not isinstance(module, Module):
-                raise TypeError(f"Sequential takes modules, and number {i} is {type(module).__name__}: wrap a function in a Module")
+                raise TypeError(
+                    f"Sequential takes modules, and number {i} is {type(module).__name__}: wrap a function in a Module"
+                )
             setattr(self, str(i), module)
 
     def __iter__(self) -> Iterator[Module]:

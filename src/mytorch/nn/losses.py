@@ -11,7 +11,10 @@ class MSELoss(Module):
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
         """As the class says."""
         if prediction.shape != target.shape:
-            raise ValueError(f"MSELoss wants two tensors of one shape, got {list(prediction.shape)} and {list(target.shape)}: reshape one of them")
+            raise ValueError(
+                f"MSELoss wants two tensors of one shape, got {list(prediction.shape)} and {list(target.shape)}:"
+                " reshape one of them"
+            )
         difference = prediction - target
         return (difference * difference).mean()
 
@@ -23,7 +26,7 @@ class CrossEntropyLoss(Module):
         """As the class says."""
         if not logits.shape or targets.shape != logits.shape[:-1] or targets.dtype != dtypes.int64:
             raise ValueError(
-                f"CrossEntropyLoss wants logits [..., classes] and int64 targets [...], "
+                "CrossEntropyLoss wants logits [..., classes] and int64 targets [...], "
                 f"got {list(logits.shape)} and {targets.dtype} {list(targets.shape)}"
             )
         return -logits.log_softmax().gather(-1, targets.reshape(*targets.shape, 1)).mean()

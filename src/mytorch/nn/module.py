@@ -29,12 +29,15 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.numpy
     except ImportError:
-        raise ImportError("saving and loading a module needs the package safetensors: pip install safetensors") from None
+        raise ImportError(
+            "saving and loading a module needs the package safetensors: pip install safetensors"
+        ) from None
     return safetensors
 
 
 class Module:
-    """A layer or a model. A subclass sets tensors and modules as attributes in its constructor, and implements `forward`.
+    """A layer or a model. A subclass sets tensors and modules as attributes in its constructor, and implements
+    `forward`.
 
         class Model(Module):
             def __init__(self):
@@ -43,8 +46,9 @@ class Module:
             def forward(self, x):
                 return self.out(self.hidden(x).relu())
 
-    A tensor made with `requires_grad=True` is a parameter; one made without is state that no optimiser changes. Both are moved and saved. They
-    are found in the order in which they were set, in lists, tuples and dicts too. Attributes that begin with `_` are left alone.
+    A tensor made with `requires_grad=True` is a parameter; one made without is state that no optimiser changes. Both
+    are moved and saved. They are found in the order in which they were set, in lists, tuples and dicts too. Attributes
+    that begin with `_` are left alone.
     """
 
     training = True
@@ -99,16 +103,24 @@ class Module:
     # What can be done with it.
 
     def to(self, device: Device) -> Self:
-        """Move every tensor, with its gradient, to a device. The tensors stay the same objects, so an optimiser keeps its hold of them."""
+        """Move every tensor, with its gradient, to a device.
+
+        The tensors stay the same objects, so an optimiser keeps its hold of them.
+        """
         for _, x in self.named_tensors():
             self._replace(x, x.to(device))
         return self
 
     def astype(self, dtype: Any) -> Self:
-        """Convert every floating-point tensor, with its gradient, to another floating-point type. The tensors stay the same objects."""
+        """Convert every floating-point tensor, with its gradient, to another floating-point type.
+
+        The tensors stay the same objects.
+        """
         found = dtypes.check(dtype)
         if not dtypes.is_float(found):
-            raise TypeError(f"a module's numbers stay floating point: expected float16, float32 or float64, got {found}")
+            raise TypeError(
+                f"a module's numbers stay floating point: expected float16, float32 or float64, got {found}"
+            )
         for _, x in self.named_tensors():
             if dtypes.is_float(x.dtype):
                 self._replace(x, x.detach().astype(found))
@@ -142,7 +154,9 @@ class Module:
         return {name: x.numpy() for name, x in self.named_tensors()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take every tensor's values from a state of the same names and shapes, each in the type that is here; otherwise change nothing."""
+        """Take every tensor's values from a state of the same names and shapes, each in the type that is here;
+        otherwise change nothing.
+        """
         own = dict(self.named_tensors())
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
         wrong = [
@@ -152,7 +166,9 @@ class Module:
         ]
         found = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", wrong))
         if said := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
-            raise ValueError(f"the state does not fit this {type(self).__name__}. {said}. Make the module as the one that was saved")
+            raise ValueError(
+                f"the state does not fit this {type(self).__name__}. {said}. Make the module as the one that was saved"
+            )
         sources = {name: Tensor.create(state[name], dtype=x.dtype, device=x.device) for name, x in own.items()}
         for name, x in own.items():
             x._version += 1
@@ -163,7 +179,9 @@ class Module:
         _safetensors().numpy.save_file(self.state_dict(), path)
 
     def load(self, path: str | os.PathLike[str]) -> Self:
-        """Take the state from a file in the safetensors format, whoever wrote it; names and shapes must be those of this module."""
+        """Take the state from a file in the safetensors format, whoever wrote it; names and shapes must be those of
+        this module.
+        """
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"there is no file {file} to load from: save() writes one")
@@ -182,5 +200,7 @@ class Module:
         return ""
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {part!r}".replace("\n", "\n  ") for name, part in self._attributes() if isinstance(part, Module)]
+        lines = [
+            f"  {name}: {part!r}".replace("\n", "\n  ") for name, part in self._attributes() if isinstance(part, Module)
+        ]
         return f"{type(self).__name__}({self.options()}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"

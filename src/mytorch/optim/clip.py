@@ -10,7 +10,9 @@ from mytorch.tensor import Tensor
 
 @no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Scale all gradients by one factor, so that together they are no longer than max_norm; returns how long they were before."""
+    """Scale all gradients by one factor, so that together they are no longer than max_norm; returns how long they were
+    before.
+    """
     if not max_norm > 0:
         raise ValueError(f"max_norm is a number above 0, not {max_norm!r}")
     given = [x for x in parameters if x.grad is not None]

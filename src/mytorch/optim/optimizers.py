@@ -1,4 +1,6 @@
-"""Optimisers: parameters and what is remembered about each; the arithmetic is one operation of the backend a parameter."""
+"""Optimisers: parameters and what is remembered about each; the arithmetic is one operation of the backend
+a parameter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def check_numbers(optimizer: str, **numbers: float) -> None:
 
 
 class Optimizer:
-    """What all optimisers share. A subclass names what it remembers for each parameter (shaped like it, 0 at first), and implements `_update`."""
+    """What all optimisers share.
+
+    A subclass names what it remembers for each parameter (shaped like it, 0 at first), and implements `_update`.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, remembered: tuple[str, ...] = ()) -> None:
         self.parameters = list({id(x): x for x in parameters}.values())
@@ -26,7 +31,10 @@ class Optimizer:
             raise ValueError(f"{type(self).__name__} got no parameters: give it model.parameters()")
         for i, x in enumerate(self.parameters):
             if not isinstance(x, Tensor) or not x.requires_grad or x._node is not None:
-                raise ValueError(f"{type(self).__name__}'s parameter {i} must be a tensor made with requires_grad=True, not computed, got {x!r}")
+                raise ValueError(
+                    f"{type(self).__name__}'s parameter {i} must be a tensor made with requires_grad=True, not"
+                    f" computed, got {x!r}"
+                )
         check_numbers(type(self).__name__, lr=lr)
         self.lr, self.remembered = lr, remembered
         self._steps = [0] * len(self.parameters)
@@ -44,7 +52,11 @@ class Optimizer:
             self._steps[i] += 1
             for name in self.remembered:
                 # A module may have been moved or converted since the last step.
-                kept = memory[name].to(x.device).astype(x.dtype) if name in memory else Tensor.zeros(x.shape, dtype=x.dtype, device=x.device)
+                kept = (
+                    memory[name].to(x.device).astype(x.dtype)
+                    if name in memory
+                    else Tensor.zeros(x.shape, dtype=x.dtype, device=x.device)
+                )
                 memory[name] = kept
             x._version += 1
             arrays = {name: value._data for name, value in memory.items()}
@@ -56,12 +68,19 @@ class Optimizer:
             x.set_grad(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of what is remembered: `lr`, and for each parameter the number of its steps and NumPy arrays by name."""
-        state = [{"steps": steps} | {name: x.numpy() for name, x in memory.items()} for steps, memory in zip(self._steps, self._memory, strict=True)]
+        """A copy of what is remembered: `lr`, and for each parameter the number of its steps and NumPy
+        arrays by name.
+        """
+        state = [
+            {"steps": steps} | {name: x.numpy() for name, x in memory.items()}
+            for steps, memory in zip(self._steps, self._memory, strict=True)
+        ]
         return {"optimizer": type(self).__name__, "lr": self.lr, "parameters": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of an optimiser of the same kind over parameters of the same shapes; otherwise change nothing."""
+        """Go on from a state of an optimiser of the same kind over parameters of the same shapes; otherwise change
+        nothing.
+        """
         own = type(self).__name__
         if state.get("optimizer") != own:
             raise ValueError(f"expected the state of {own}, got that of {state.get('optimizer')!r}")
@@ -69,7 +88,8 @@ class Optimizer:
         if len(entries) != len(self.parameters):
             raise ValueError(f"the state is of {len(entries)} parameters, and this {own} has {len(self.parameters)}")
         wrong = [
-            f"{name} of parameter {i} (expected {list(x.shape)}, got {list(entry[name].shape) if name in entry else 'nothing'})"
+            f"{name} of parameter {i} (expected {list(x.shape)}, got"
+            f" {list(entry[name].shape) if name in entry else 'nothing'})"
             for i, (x, entry) in enumerate(zip(self.parameters, entries, strict=True))
             if entry["steps"]
             for name in self.remembered
@@ -78,7 +98,11 @@ class Optimizer:
         if wrong:
             raise ValueError(f"the state does not fit this {own}'s parameters: {'; '.join(wrong)}")
         memory = [
-            {name: Tensor.create(entry[name], dtype=x.dtype, device=x.device) for name in self.remembered if entry["steps"]}
+            {
+                name: Tensor.create(entry[name], dtype=x.dtype, device=x.device)
+                for name in self.remembered
+                if entry["steps"]
+            }
             for x, entry in zip(self.parameters, entries, strict=True)
         ]
         self.lr, self._steps, self._memory = state["lr"], [entry["steps"] for entry in entries], memory
@@ -87,7 +111,9 @@ class Optimizer:
 class SGD(Optimizer):
     """Down the gradient; with momentum, down a sum of gradients of which `momentum` is kept at each step."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(parameters, lr, ("velocity",) if momentum else ())
         check_numbers("SGD", momentum=momentum, weight_decay=weight_decay)
         self.momentum, self.weight_decay = momentum, weight_decay
@@ -97,7 +123,10 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Steps of about lr in every element: the mean of its gradients over the root of the mean of their squares. Decay adds to the gradient."""
+    """Steps of about lr in every element: the mean of its gradients over the root of the mean of their squares.
+
+    Decay adds to the gradient.
+    """
 
     decoupled: ClassVar[bool] = False
 
@@ -117,7 +146,18 @@ class Adam(Optimizer):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def _update(self, backend: Backend, x: Array, grad: Array, memory: dict[str, Array], step: int) -> None:
-        backend.adam_(x, grad, memory["first"], memory["second"], step, self.lr, self.betas, self.eps, self.weight_decay, self.decoupled)
+        backend.adam_(
+            x,
+            grad,
+            memory["first"],
+            memory["second"],
+            step,
+            self.lr,
+            self.betas,
+            self.eps,
+            self.weight_decay,
+            self.decoupled,
+        )
 
 
 class AdamW(Adam):

@@ -6,14 +6,18 @@ from mytorch.optim.optimizers import Optimizer
 
 
 class CosineSchedule:
-    """Sets an optimiser's lr: up to what it is now in `warmup_steps` equal steps, then down half a cosine to a minimum, which is kept.
+    """Sets an optimiser's lr: up to what it is now in `warmup_steps` equal steps, then down half a cosine to a minimum,
+    which is kept.
 
     Make it before the first step of training and call `step()` after each: the lr of step t (from 0) is `at(t)`.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, minimum: float = 0.0) -> None:
         if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"expected 0 <= warmup_steps < total_steps, got warmup_steps {warmup_steps} and total_steps {total_steps}")
+            raise ValueError(
+                f"expected 0 <= warmup_steps < total_steps, got warmup_steps {warmup_steps} and total_steps"
+                f" {total_steps}"
+            )
         if not 0 <= minimum <= optimizer.lr:
             raise ValueError(f"the minimum is between 0 and the optimiser's lr, {optimizer.lr}, not {minimum!r}")
         self.optimizer, self.total_steps, self.warmup_steps = optimizer, total_steps, warmup_steps

@@ -15,8 +15,9 @@ class CannotRunError(Exception):
 class Call(NamedTuple):
     """One implementation on one set of inputs.
 
-    `run` gives its outputs, the first of which is the operator's, in a layout of its own; `leaves` are what the backward differentiates; `lay_out`
-    brings the first output into the operator's layout. `pairs` is set where the work is not the operator's.
+    `run` gives its outputs, the first of which is the operator's, in a layout of its own; `leaves` are what the
+    backward differentiates; `lay_out` brings the first output into the operator's layout. `pairs` is set where the work
+    is not the operator's.
     """
 
     run: Callable[[], Sequence[torch.Tensor]]
@@ -26,8 +27,10 @@ class Call(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """`build` makes its call from a problem and inputs by name; a CannotRunError says why there is none. `on` are the devices it is timed on unless
-    it is asked for by name; one that is `dense` computes dense attention beside a sparse operator, so that its output is another."""
+    """`build` makes its call from a problem and inputs by name; a CannotRunError says why there is none. `on` are the
+    devices it is timed on unless it is asked for by name; one that is `dense` computes dense attention beside a sparse
+    operator, so that its output is another.
+    """
 
     name: str
     about: str

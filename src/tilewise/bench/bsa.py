@@ -43,7 +43,11 @@ def dense(problem: Problem, tensors: Tensors) -> Call:
 
 def _cases(shapes: tuple[tuple[int, int, int, int, int], ...]) -> tuple[Case, ...]:
     return tuple(
-        Case(f"{b}x{n}-{d}", f"B {b}, N {n}, D {d}, Dv {dv}", Bsa(lengths=(n,) * b, H=h, D=d, Dv=dv, count=4, block=32, gates="cmp+slc"))
+        Case(
+            f"{b}x{n}-{d}",
+            f"B {b}, N {n}, D {d}, Dv {dv}",
+            Bsa(lengths=(n,) * b, H=h, D=d, Dv=dv, count=4, block=32, gates="cmp+slc"),
+        )
         for b, n, h, d, dv in shapes
     )
 

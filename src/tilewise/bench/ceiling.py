@@ -18,7 +18,9 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Ceiling:
-    """TFLOP/s of a product in `dtype`, and GB/s of a copy, bytes read and bytes written both counted; the best of several tries."""
+    """TFLOP/s of a product in `dtype`, and GB/s of a copy, bytes read and bytes written both counted; the best of
+    several tries.
+    """
 
     tflops: float
     gbps: float

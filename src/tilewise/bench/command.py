@@ -57,7 +57,9 @@ class Request:
 
 
 def run_request(request: Request, console: Console) -> bool:
-    """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the run compared with."""
+    """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the
+    run compared with.
+    """
     operator, timed = find_operator(request.operator), operators.find(request.operator)
     own = own_implementation(operator)
     dtype, device = request.dtype or ("bf16" if own.device == "cuda" else "fp32"), torch.device(own.device)
@@ -87,7 +89,9 @@ def run_request(request: Request, console: Console) -> bool:
             # The process ends, and gives back its memory, before anything is timed.
             with one_process() as check:
                 for case in cases:
-                    found = verify_case(check, operator, contender.implementation, case.problem, dtype, modes != ["fwd"])
+                    found = verify_case(
+                        check, operator, contender.implementation, case.problem, dtype, modes != ["fwd"]
+                    )
                     verified[case.name][contender.name] = found
                     progress.advance(task)
         for case in cases:
@@ -111,7 +115,9 @@ def run_request(request: Request, console: Console) -> bool:
 
 
 def find_cases(operator: Operator, timed: operators.Operator, request: Request, device: str) -> list[Case]:
-    """Those asked for: by the benchmark's names, by verify's, or written out; by default the standard set of this kind of device."""
+    """Those asked for: by the benchmark's names, by verify's, or written out; by default the standard set of this kind
+    of device.
+    """
     suite: Suite = operator.load("suite")
     known = {case.name: case for case in (*timed.gpu_cases, *timed.cpu_cases, *timed.cases(device))}
     found = []
@@ -146,11 +152,18 @@ def _check(request: Request, dtype: str) -> None:
             raise UsageError(f"{wanted} is made with {package}, which is not installed: pip install {package}")
     for path in (request.json, request.html, request.plot):
         if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}")
+            raise UsageError(
+                f"{path}: expected the name of a"
+                f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
+            )
 
 
-def _save(request: Request, report: Report, made_with: dict[str, str], findings: list[dict[str, str]], console: Console) -> None:
-    path = request.json or (Path(f"bench-{report.operator}-{_word(made_with['device'])}.json") if request.save else None)
+def _save(
+    request: Request, report: Report, made_with: dict[str, str], findings: list[dict[str, str]], console: Console
+) -> None:
+    path = request.json or (
+        Path(f"bench-{report.operator}-{_word(made_with['device'])}.json") if request.save else None
+    )
     if path:
         path.write_text(as_json(report, made_with, findings, request.command) + "\n", encoding="utf-8")
         _say(console, f"saved {path}")

@@ -46,20 +46,36 @@ def load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--compare {path}: expected a file that `tilewise bench` saved: {error}") from None
-    if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION) or "rows" not in document:
-        raise UsageError(f"--compare {path}: expected a file that `tilewise bench` saved, with schema {SCHEMA!r} and version {VERSION}")
+    if (
+        not isinstance(document, dict)
+        or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION)
+        or "rows" not in document
+    ):
+        raise UsageError(
+            f"--compare {path}: expected a file that `tilewise bench` saved, with schema {SCHEMA!r} and version"
+            f" {VERSION}"
+        )
     return document
 
 
 def check_same(operator: str, dtype: str, earlier: dict[str, Any]) -> None:
     """A UsageError where the earlier run is of something else."""
     if (earlier["operator"], earlier["dtype"]) != (operator, dtype):
-        raise UsageError(f"--compare: that is a run of {earlier['operator']} in {earlier['dtype']}, this one of {operator} in {dtype}")
+        raise UsageError(
+            f"--compare: that is a run of {earlier['operator']} in {earlier['dtype']}, this one of {operator} in"
+            f" {dtype}"
+        )
 
 
 def changes(report: Report, earlier: dict[str, Any]) -> list[Change]:
-    """The subject's rows that the earlier run timed, on the same problem; `after` is infinite where this run did not."""
-    before = {(row["problem"], row["mode"], row["implementation"]): row["times"]["median"] for row in earlier["rows"] if row["times"] is not None}
+    """The subject's rows that the earlier run timed, on the same problem; `after` is infinite where this
+    run did not.
+    """
+    before = {
+        (row["problem"], row["mode"], row["implementation"]): row["times"]["median"]
+        for row in earlier["rows"]
+        if row["times"] is not None
+    }
     return [
         Change(row.case, row.mode, row.implementation, before[key], row.times.median if row.times else math.inf)
         for row in report.rows

@@ -20,7 +20,9 @@ PLAIN = "torch"
 
 
 class Contender(NamedTuple):
-    """`implementation` is set for what verify judges; a baseline's output is compared with tilewise's, unless it is `dense` work of another kind."""
+    """`implementation` is set for what verify judges; a baseline's output is compared with tilewise's, unless it is
+    `dense` work of another kind.
+    """
 
     name: str
     about: str
@@ -38,19 +40,36 @@ def own_implementation(operator: registry.Operator) -> Implementation:
 
 
 def contenders(
-    operator: registry.Operator, bench: Operator, impls: Sequence[str], asked: Sequence[str], dtype: torch.dtype, own: Implementation
+    operator: registry.Operator,
+    bench: Operator,
+    impls: Sequence[str],
+    asked: Sequence[str],
+    dtype: torch.dtype,
+    own: Implementation,
 ) -> list[Contender]:
-    """The subject first: the first of `impls`, or tilewise. `asked` names baselines; by default those that fit the device."""
-    plain = Baseline(PLAIN, "the definition in plain torch, in the same precision", _calls(partial(operator.load("reference"), compute_dtype=dtype)))
+    """The subject first: the first of `impls`, or tilewise.
+
+    `asked` names baselines; by default those that fit the device.
+    """
+    plain = Baseline(
+        PLAIN,
+        "the definition in plain torch, in the same precision",
+        _calls(partial(operator.load("reference"), compute_dtype=dtype)),
+    )
     known = {baseline.name: baseline for baseline in (*bench.baselines, plain)}
     external = {_short(name, [*impls, *known]): Implementation(name, own.device, external=True) for name in impls}
     found = [Contender(name, one.name, _calls(load_function(operator, one)), one) for name, one in external.items()]
     found.append(Contender(OURS, f"backend {own.name!r}", _calls(load_function(operator, own)), own))
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise UsageError(f"{operator.name} has no baseline {unknown[0]!r}: expected some of {', '.join(known)}; any function can be given by --impl")
+        raise UsageError(
+            f"{operator.name} has no baseline {unknown[0]!r}: expected some of {', '.join(known)}; any function can be"
+            " given by --impl"
+        )
     wanted = [known[name] for name in asked] or [baseline for baseline in known.values() if own.device in baseline.on]
-    return found + [Contender(baseline.name, baseline.about, baseline.build, dense=baseline.dense) for baseline in wanted]
+    return found + [
+        Contender(baseline.name, baseline.about, baseline.build, dense=baseline.dense) for baseline in wanted
+    ]
 
 
 def _short(name: str, among: Sequence[str]) -> str:

@@ -16,7 +16,9 @@ from tilewise.verify.problem import Problem, Tensors
 
 @dataclass(frozen=True)
 class Dense:
-    """What dense attention is asked for: window limits as `flash_attention` has them (causal is a right limit of 0), packed where `lengths` are."""
+    """What dense attention is asked for: window limits as `flash_attention` has them (causal is a right limit of 0),
+    packed where `lengths` are.
+    """
 
     left: int = -1
     right: int = -1
@@ -27,7 +29,9 @@ class Dense:
 
 
 def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
-    """torch's scaled_dot_product_attention over `[B, T, H, D]`, each tensor in the layout that it likes best; `backend` or torch's own choice."""
+    """torch's scaled_dot_product_attention over `[B, T, H, D]`, each tensor in the layout that it likes best; `backend`
+    or torch's own choice.
+    """
     if dense.lengths:
         raise CannotRunError("scaled_dot_product_attention takes no packed sequences")
     if dense.softcap:
@@ -47,7 +51,9 @@ def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _attend(leaves: list[torch.Tensor], dense: Dense) -> torch.Tensor:
     q, k, v = leaves
-    return scaled_dot_product_attention(q, k, v, is_causal=dense.right == 0, scale=dense.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return scaled_dot_product_attention(
+        q, k, v, is_causal=dense.right == 0, scale=dense.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _explained(run: Callable[[], tuple[torch.Tensor]]) -> Callable[[], tuple[torch.Tensor]]:
@@ -81,7 +87,9 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
-    """FlexAttention, compiled: packed sequences as documents of one row, windows by a block mask, softcap in its scores."""
+    """FlexAttention, compiled: packed sequences as documents of one row, windows by a block mask, softcap in its
+    scores.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     packed = bool(dense.lengths)
@@ -89,7 +97,9 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Cal
     queries, keys = leaves[0].shape[2], leaves[1].shape[2]
     off = keys - queries
     if packed and dense.lengths_k not in ((), dense.lengths):
-        raise CannotRunError("packed queries and keys of different lengths are not written as a FlexAttention mask here")
+        raise CannotRunError(
+            "packed queries and keys of different lengths are not written as a FlexAttention mask here"
+        )
     document = torch.repeat_interleave(torch.tensor(dense.lengths or (queries,), device=q.device))
 
     def keep(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -100,13 +110,20 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Cal
             seen = seen & (j >= i + off - dense.left)
         return seen & (document[i] == document[j]) if packed else seen
 
-    def cap(score: torch.Tensor, _b: torch.Tensor, _h: torch.Tensor, _i: torch.Tensor, _j: torch.Tensor) -> torch.Tensor:
+    def cap(
+        score: torch.Tensor, _b: torch.Tensor, _h: torch.Tensor, _i: torch.Tensor, _j: torch.Tensor
+    ) -> torch.Tensor:
         return dense.softcap * torch.tanh(score / dense.softcap)
 
     mask = None
     if packed or dense.left >= 0 or dense.right >= 0:
         mask = create_block_mask(keep, None, None, queries, keys, device=str(q.device), BLOCK_SIZE=128)
-    options = {"block_mask": mask, "scale": dense.scale, "enable_gqa": q.shape[-2] != k.shape[-2], "score_mod": cap if dense.softcap else None}
+    options = {
+        "block_mask": mask,
+        "scale": dense.scale,
+        "enable_gqa": q.shape[-2] != k.shape[-2],
+        "score_mod": cap if dense.softcap else None,
+    }
 
     def run() -> tuple[torch.Tensor]:
         return (_compiled_flex()(*leaves, **options),)
@@ -120,7 +137,11 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Cal
 
 Builder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Dense], Call]
 _KINDS: dict[str, tuple[str, Builder, tuple[str, ...]]] = {
-    "cudnn": ("cuDNN's fused attention, through torch", functools.partial(fused, SDPBackend.CUDNN_ATTENTION), ("cuda",)),
+    "cudnn": (
+        "cuDNN's fused attention, through torch",
+        functools.partial(fused, SDPBackend.CUDNN_ATTENTION),
+        ("cuda",),
+    ),
     "fa2": ("FlashAttention-2, through torch", functools.partial(fused, SDPBackend.FLASH_ATTENTION), ("cuda",)),
     "sdpa": ("scaled_dot_product_attention, torch's own choice of kernel", functools.partial(fused, None), ("cpu",)),
     "flex": ("FlexAttention, compiled", flex, ("cuda",)),

@@ -16,7 +16,9 @@ def describe(problem: Problem) -> Dense:
     """The problem's mask and scores."""
     assert isinstance(problem, Flash)
     left, right = problem.window or (-1, -1)
-    return Dense(left, 0 if problem.causal else right, problem.softcap, problem.scale, problem.lengths, problem.lengths_k)
+    return Dense(
+        left, 0 if problem.causal else right, problem.softcap, problem.scale, problem.lengths, problem.lengths_k
+    )
 
 
 def pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
@@ -31,7 +33,10 @@ def _case(name: str, about: str, **parameters: Any) -> Case:
 
 def _series(name: str, about: str, lengths: tuple[int, ...], **parameters: Any) -> tuple[Case, ...]:
     """The same number of tokens in ever fewer, longer sequences."""
-    return tuple(_case(f"{name}-{tokens}", f"{about}, T {tokens}", B=TOKENS // tokens, T=tokens, **parameters) for tokens in lengths)
+    return tuple(
+        _case(f"{name}-{tokens}", f"{about}, T {tokens}", B=TOKENS // tokens, T=tokens, **parameters)
+        for tokens in lengths
+    )
 
 
 GPU_CASES = (
@@ -40,8 +45,18 @@ GPU_CASES = (
     *_series("causal-64", "D 64, causal", (2048, 16384), H=32, D=64, causal=True),
     *_series("full-64", "D 64", (2048, 16384), H=32, D=64),
     _case("gqa", "32 query heads for 4 key heads, causal", B=4, T=4096, H=32, Hk=4, D=128, causal=True),
-    _case("packed", "8 sequences of 100 to 4096 tokens, causal", lengths=(4096, 100, 2048, 777, 1500, 3001, 512, 4000), H=16, D=128, causal=True),
+    _case(
+        "packed",
+        "8 sequences of 100 to 4096 tokens, causal",
+        lengths=(4096, 100, 2048, 777, 1500, 3001, 512, 4000),
+        H=16,
+        D=128,
+        causal=True,
+    ),
 )
-CPU_CASES = tuple(_case(f"causal-64-{tokens}", f"D 64, causal, T {tokens}", T=tokens, H=4, D=64, causal=True) for tokens in (256, 1024, 4096))
+CPU_CASES = tuple(
+    _case(f"causal-64-{tokens}", f"D 64, causal, T {tokens}", T=tokens, H=4, D=64, causal=True)
+    for tokens in (256, 1024, 4096)
+)
 
 OPERATOR = Operator(GPU_CASES, CPU_CASES, pairs, baselines(describe, dense=False))

@@ -18,7 +18,9 @@ def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
     assert isinstance(problem, Hstu)
     targets = problem.targets or (None,) * len(problem.lengths)
     found = {
-        (tokens, number): int(keep_mask(tokens, problem.causal, number, problem.attn, problem.context, torch.device("cpu")).sum())
+        (tokens, number): int(
+            keep_mask(tokens, problem.causal, number, problem.attn, problem.context, torch.device("cpu")).sum()
+        )
         for tokens, number in set(zip(problem.lengths, targets, strict=True))
     }
     return problem.H * sum(found[one] for one in zip(problem.lengths, targets, strict=True))
@@ -59,13 +61,22 @@ FULL = ((32, 1024, 8, 32, 64), (8, 4096, 8, 32, 64), (32, 2048, 4, 128, 128))
 def _cases() -> tuple[Case, ...]:
     shapes = (*SHORT, *FULL, *LONG)
     full = [(f"{b}x{n}-{d}", f"B {b}, N {n}, D {d}, Dv {dv}", (n,) * b, (h, d, dv)) for b, n, h, d, dv in shapes]
-    uneven = [(f"jagged-{b}x{n}-{d}", f"B {b}, lengths 1 to {n}, D {d}, Dv {dv}", jagged(n, b), (h, d, dv)) for b, n, h, d, dv in (*FULL, LONG[-1])]
-    return tuple(Case(name, about, Hstu(lengths=lengths, H=h, D=d, Dv=dv)) for name, about, lengths, (h, d, dv) in itertools.chain(full, uneven))
+    uneven = [
+        (f"jagged-{b}x{n}-{d}", f"B {b}, lengths 1 to {n}, D {d}, Dv {dv}", jagged(n, b), (h, d, dv))
+        for b, n, h, d, dv in (*FULL, LONG[-1])
+    ]
+    return tuple(
+        Case(name, about, Hstu(lengths=lengths, H=h, D=d, Dv=dv))
+        for name, about, lengths, (h, d, dv) in itertools.chain(full, uneven)
+    )
 
 
 OPERATOR = Operator(
     _cases(),
-    tuple(Case(f"{b}x{n}-{d}", f"B {b}, N {n}, D {d}, Dv {dv}", Hstu(lengths=(n,) * b, H=h, D=d, Dv=dv)) for b, n, h, d, dv in SHORT[:4]),
+    tuple(
+        Case(f"{b}x{n}-{d}", f"B {b}, N {n}, D {d}, Dv {dv}", Hstu(lengths=(n,) * b, H=h, D=d, Dv=dv))
+        for b, n, h, d, dv in SHORT[:4]
+    ),
     pairs,
     (Baseline("batched", "two batched products in torch, SiLU and the mask between them", batched),),
 )

@@ -1,4 +1,7 @@
-"""A report as JSON. `report.schema.json` beside this file says what every field is; its version changes when a reader would have to."""
+"""A report as JSON.
+
+`report.schema.json` beside this file says what every field is; its version changes when a reader would have to.
+"""
 
 import dataclasses
 import json
@@ -18,7 +21,10 @@ def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Map
     rows = []
     for group in report.groups():
         ratios = ratios_of(group, report.subject)
-        rows += [dataclasses.asdict(row) | {"tflops": row.tflops, "gbps": row.gbps, "ratio": ratios.get(row.implementation)} for row in group]
+        rows += [
+            dataclasses.asdict(row) | {"tflops": row.tflops, "gbps": row.gbps, "ratio": ratios.get(row.implementation)}
+            for row in group
+        ]
     document = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -32,7 +38,11 @@ def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Map
         "doctor": doctor,
         "ceiling": dataclasses.asdict(report.ceiling),
         "rows": rows,
-        "summary": [_summary(report, mode, name, ratios) for mode, by_name in report.ratios().items() for name, ratios in by_name.items()],
+        "summary": [
+            _summary(report, mode, name, ratios)
+            for mode, by_name in report.ratios().items()
+            for name, ratios in by_name.items()
+        ],
     }
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
 
@@ -56,8 +66,12 @@ def from_json(document: Mapping[str, Any]) -> Report:
     for saved in document["rows"]:
         row = Row(**{name: value for name, value in saved.items() if name in names})
         times, verified = saved["times"], saved["verified"]
-        rows.append(dataclasses.replace(row, times=times and Times(**times), verified=verified and Verified(**verified)))
+        rows.append(
+            dataclasses.replace(row, times=times and Times(**times), verified=verified and Verified(**verified))
+        )
     # Those that the subject may overtake.
     dense = list(dict.fromkeys(line["baseline"] for line in document["summary"] if "overtakes_at" in line))
     same = {name: document[name] for name in ("operator", "dtype", "subject", "unverified")}
-    return Report(**same, dense=dense, ceiling=Ceiling(**document["ceiling"]), about=document["implementations"], rows=rows)
+    return Report(
+        **same, dense=dense, ceiling=Ceiling(**document["ceiling"]), about=document["implementations"], rows=rows
+    )

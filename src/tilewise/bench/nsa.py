@@ -30,17 +30,28 @@ def positions(problem: Sequences, device: torch.device) -> torch.Tensor:
 
 
 def pairs(problem: Problem, _tensors: Tensors, outputs: Tensors) -> int:
-    """Windows that have ended, keys of the chosen blocks, and near keys, of the branches that have a gate. The choice uses the windows' scores."""
+    """Windows that have ended, keys of the chosen blocks, and near keys, of the branches that have a gate.
+
+    The choice uses the windows' scores.
+    """
     assert isinstance(problem, Nsa)
     found = 0
     gates = problem.gates.replace("all", "cmp+slc+swa").split("+")
     if "cmp" in gates:
-        found += batch(problem) * problem.H * sum(ended_windows(tokens, problem.compress, problem.stride) for tokens in problem.tokens())
+        found += (
+            batch(problem)
+            * problem.H
+            * sum(ended_windows(tokens, problem.compress, problem.stride) for tokens in problem.tokens())
+        )
     if "slc" in gates:
         indices = outputs["block_indices"]
         found += problem.H // problem.kv_heads * in_blocks(positions(problem, indices.device), indices, problem.block)
     if "swa" in gates:
-        found += batch(problem) * problem.H * sum(in_window(tokens, tokens, problem.window - 1, 0) for tokens in problem.tokens())
+        found += (
+            batch(problem)
+            * problem.H
+            * sum(in_window(tokens, tokens, problem.window - 1, 0) for tokens in problem.tokens())
+        )
     return found
 
 
@@ -48,7 +59,16 @@ def _case(tokens: int, **sizes: Any) -> Case:
     return Case(f"tokens-{tokens}", f"T {tokens}", Nsa(T=tokens, **sizes))
 
 
-GPU: dict[str, Any] = {"H": 64, "Hk": 4, "D": 128, "compress": 32, "stride": 16, "block": 64, "count": 16, "window": 512}
+GPU: dict[str, Any] = {
+    "H": 64,
+    "Hk": 4,
+    "D": 128,
+    "compress": 32,
+    "stride": 16,
+    "block": 64,
+    "count": 16,
+    "window": 512,
+}
 CPU: dict[str, Any] = {"H": 8, "Hk": 2, "D": 64, "compress": 32, "stride": 16, "block": 32, "count": 8, "window": 128}
 OPERATOR = Operator(
     tuple(_case(tokens, **GPU) for tokens in (4096, 8192, 16384, 32768, 65536)),

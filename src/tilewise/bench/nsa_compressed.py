@@ -1,4 +1,7 @@
-"""Attention to compressed windows: its cases. Nothing that torch offers computes it, so that plain torch stands beside it alone."""
+"""Attention to compressed windows: its cases.
+
+Nothing that torch offers computes it, so that plain torch stands beside it alone.
+"""
 
 from typing import Any
 
@@ -13,7 +16,11 @@ from tilewise.verify.suite import Case
 def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
     """Windows that have ended."""
     assert isinstance(problem, NsaCompressed)
-    return batch(problem) * problem.H * sum(ended_windows(tokens, problem.compress, problem.stride) for tokens in problem.tokens())
+    return (
+        batch(problem)
+        * problem.H
+        * sum(ended_windows(tokens, problem.compress, problem.stride) for tokens in problem.tokens())
+    )
 
 
 def _cases(sizes: dict[str, Any], lengths: tuple[int, ...]) -> tuple[Case, ...]:

@@ -21,7 +21,11 @@ def pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
 def _cases(lengths: tuple[int, ...], patterns: tuple[str, ...], **sizes: Any) -> tuple[Case, ...]:
     group = sizes["H"] // sizes["Hk"]
     return tuple(
-        Case(f"{pattern}-{group}-{tokens}", f"{pattern} blocks, groups of {group}, T {tokens}", NsaSelected(T=tokens, pattern=pattern, **sizes))
+        Case(
+            f"{pattern}-{group}-{tokens}",
+            f"{pattern} blocks, groups of {group}, T {tokens}",
+            NsaSelected(T=tokens, pattern=pattern, **sizes),
+        )
         for pattern in patterns
         for tokens in lengths
     )

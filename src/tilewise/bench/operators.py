@@ -24,8 +24,9 @@ MODULES = {
 class Operator:
     """How an operator is timed.
 
-    `gpu_cases` and `cpu_cases` are the standard set of each kind of machine. `pairs` counts, from inputs and outputs by name, the pairs of a query
-    and a key, over all heads, that the definition multiplies: a score of D channels and a sum of Dv.
+    `gpu_cases` and `cpu_cases` are the standard set of each kind of machine. `pairs` counts, from inputs and outputs by
+    name, the pairs of a query and a key, over all heads, that the definition multiplies: a score of D channels and a
+    sum of Dv.
     """
 
     gpu_cases: tuple[Case, ...]

@@ -4,18 +4,24 @@ import torch
 
 
 def in_window(queries: int, keys: int, left: int, right: int) -> int:
-    """Of one sequence and one head, query i seeing the keys from i + off - left to i + off + right, off = keys - queries, -1 for no limit."""
+    """Of one sequence and one head, query i seeing the keys from i + off - left to i + off + right, off = keys -
+    queries, -1 for no limit.
+    """
     position = torch.arange(queries) + (keys - queries)
     first = (position - left).clamp(0, keys) if left >= 0 else torch.zeros_like(position)
     last = (position + right + 1).clamp(0, keys) if right >= 0 else torch.full_like(position, keys)
     return int((last - first).clamp(min=0).sum())
 
 
-def window_pairs(q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, ...], left: int, right: int, lengths_k: tuple[int, ...] = ()) -> int:
+def window_pairs(
+    q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, ...], left: int, right: int, lengths_k: tuple[int, ...] = ()
+) -> int:
     """Of dense `[B, T, H, D]`, or packed sequences of `lengths`."""
     heads = q.shape[-2]
     if lengths:
-        return heads * sum(in_window(queries, keys, left, right) for queries, keys in zip(lengths, lengths_k or lengths, strict=True))
+        return heads * sum(
+            in_window(queries, keys, left, right) for queries, keys in zip(lengths, lengths_k or lengths, strict=True)
+        )
     return q.shape[0] * heads * in_window(q.shape[1], k.shape[1], left, right)
 
 
@@ -25,7 +31,8 @@ def causal_pairs(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def in_blocks(position: torch.Tensor, indices: torch.Tensor, block: int) -> int:
-    """Keys up to each query's own, in the blocks it names: `position` broadcasts against `indices`, whose last axis lists blocks, -1 for none.
+    """Keys up to each query's own, in the blocks it names: `position` broadcasts against `indices`, whose last axis
+    lists blocks, -1 for none.
 
     A block named twice counts once.
     """
@@ -37,7 +44,9 @@ def in_blocks(position: torch.Tensor, indices: torch.Tensor, block: int) -> int:
 
 
 def ended_windows(tokens: int, size: int, stride: int) -> int:
-    """Pairs of a query and a window of keys, one each `stride`, that has ended by then; of one sequence and one head."""
+    """Pairs of a query and a window of keys, one each `stride`, that has ended by then; of one sequence
+    and one head.
+    """
     position = torch.arange(tokens)
     whole = max(0, (tokens - size) // stride + 1)
     return int(((position + 1 - size).div(stride, rounding_mode="floor") + 1).clamp(0, whole).sum())

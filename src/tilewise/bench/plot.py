@@ -10,7 +10,8 @@ from tilewise.bench.result import Report, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which can be told apart in every kind of colour blindness; markers and dashes tell them apart in grey too.
+# Okabe and Ito's colours, which can be told apart in every kind of colour blindness; markers and dashes tell them apart
+# in grey too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
@@ -35,7 +36,10 @@ def draw(report: Report, format: str) -> bytes:
 
 
 def plot(report: Report) -> "Figure | None":
-    """None where nothing was timed. A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s."""
+    """None where nothing was timed.
+
+    A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s.
+    """
     from matplotlib.figure import Figure
 
     timed = [row for row in report.rows if row.times and speed(report, row) > 0]
@@ -56,9 +60,16 @@ def plot(report: Report) -> "Figure | None":
             for i, name in enumerate(names):
                 rows = [row for row in timed if (row.kind, row.mode, row.implementation) == (one, mode, name)]
                 # Of batches of the same length, the largest.
-                points = {row.tokens: speed(report, row) for row in sorted(rows, key=lambda row: (row.tokens, row.total_tokens))}
+                points = {
+                    row.tokens: speed(report, row)
+                    for row in sorted(rows, key=lambda row: (row.tokens, row.total_tokens))
+                }
                 if points:
-                    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)]}
+                    style = {
+                        "color": COLOURS[i % len(COLOURS)],
+                        "marker": MARKERS[i % len(MARKERS)],
+                        "linestyle": DASHES[i % len(DASHES)],
+                    }
                     panel.plot(list(points), list(points.values()), label=name, **style)
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")

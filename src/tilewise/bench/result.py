@@ -17,7 +17,9 @@ VARIED = ("B", "T", "Tk", "lengths", "lengths_k", "max_seq_len", "targets")
 
 @dataclass(frozen=True)
 class Verified:
-    """What verify said of an implementation on a case: `problem` is the case itself or, where the fp64 truth of that would not fit, a shorter one."""
+    """What verify said of an implementation on a case: `problem` is the case itself or, where the fp64 truth of that
+    would not fit, a shorter one.
+    """
 
     problem: str
     same: bool
@@ -47,10 +49,14 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """The problem without what a series of lengths varies; sequences of different lengths are a kind of their own."""
+        """The problem without what a series of lengths varies; sequences of different lengths are a kind
+        of their own.
+        """
         parts = dict(part.partition("=")[::2] for part in self.problem.split(","))
         jagged = len(set(parts.get("lengths", "").split("/"))) > 1
-        return ", ".join([f"{name}={value}" for name, value in parts.items() if name not in VARIED] + ["lengths differ"] * jagged)
+        return ", ".join(
+            [f"{name}={value}" for name, value in parts.items() if name not in VARIED] + ["lengths differ"] * jagged
+        )
 
     @property
     def tflops(self) -> float:
@@ -65,7 +71,10 @@ class Row:
 
 @dataclass
 class Report:
-    """Everything that one run of bench found. Ratios are of `subject`, the implementation in question, to the others."""
+    """Everything that one run of bench found.
+
+    Ratios are of `subject`, the implementation in question, to the others.
+    """
 
     operator: str
     dtype: str
@@ -85,7 +94,9 @@ class Report:
             yield [row for row in self.rows if (row.case, row.mode) == (case, mode)]
 
     def ratios(self) -> dict[str, dict[str, list[float]]]:
-        """By mode and baseline: how often the subject runs while the baseline runs once, of every case that both were timed on."""
+        """By mode and baseline: how often the subject runs while the baseline runs once, of every case that both were
+        timed on.
+        """
         found: dict[str, dict[str, list[float]]] = {}
         for group in self.groups():
             for name, ratio in ratios_of(group, self.subject).items():
@@ -101,7 +112,9 @@ class Report:
 def ratios_of(group: Sequence[Row], subject: str) -> dict[str, float]:
     """By baseline, its median time over the subject's: above 1, the subject is faster."""
     times = {row.implementation: row.times.median for row in group if row.times}
-    return {name: value / times[subject] for name, value in times.items() if name != subject} if subject in times else {}
+    return (
+        {name: value / times[subject] for name, value in times.items() if name != subject} if subject in times else {}
+    )
 
 
 def verdict(group: Sequence[Row], subject: str) -> str:
@@ -112,7 +125,11 @@ def verdict(group: Sequence[Row], subject: str) -> str:
     name, ratio = min(ratios.items(), key=lambda item: item[1])
     if abs(ratio - 1) <= EVEN:
         return f"{subject} is even with {name}, the fastest of the others"
-    return f"{subject} is the fastest: {as_ratio(ratio)} × {name}" if ratio > 1 else f"{subject} runs at {as_ratio(ratio)} of {name}"
+    return (
+        f"{subject} is the fastest: {as_ratio(ratio)} × {name}"
+        if ratio > 1
+        else f"{subject} runs at {as_ratio(ratio)} of {name}"
+    )
 
 
 def as_ratio(ratio: float) -> str:
@@ -126,7 +143,9 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def overtakes(report: Report, mode: str, baseline: str) -> dict[str, float | None]:
-    """By kind of problem, the sequence length from which the subject beats a baseline; kinds of one length tell nothing."""
+    """By kind of problem, the sequence length from which the subject beats a baseline; kinds of one length tell
+    nothing.
+    """
     points: dict[str, list[tuple[int, float]]] = {}
     for group in report.groups():
         ratio = ratios_of(group, report.subject).get(baseline)

@@ -53,9 +53,14 @@ class Bench:
     clock: Clock
 
     def time_case(self, case: Case, verified: Mapping[str, Verified]) -> list[Row]:
-        """A row for each contender and mode. Who fails verify is not timed; who fails once has no times in any mode, for that may be the cause."""
+        """A row for each contender and mode.
+
+        Who fails verify is not timed; who fails once has no times in any mode, for that may be the cause.
+        """
         problem, work, expected, sets = case.problem, Work(), None, list[Tensors]()
-        reasons = {name: f"fails verify: {one.why}; see: {one.command}" for name, one in verified.items() if not one.passed}
+        reasons = {
+            name: f"fails verify: {one.why}; see: {one.command}" for name, one in verified.items() if not one.passed
+        }
         if "torch._dynamo" in sys.modules:
             # It compiles a function for a few shapes only, and would then run it uncompiled.
             torch._dynamo.reset()
@@ -81,7 +86,14 @@ class Bench:
                     times, allocated, reserved = measured[mode][name]
                     operations = work.operations(mode, calls[name][0].pairs)
                     rows.append(
-                        replace(row, times=times, operations=operations, bytes=work.bytes(mode), peak_allocated=allocated, peak_reserved=reserved)
+                        replace(
+                            row,
+                            times=times,
+                            operations=operations,
+                            bytes=work.bytes(mode),
+                            peak_allocated=allocated,
+                            peak_reserved=reserved,
+                        )
                     )
                 else:
                     rows.append(replace(row, reason=reasons[name]))
@@ -90,7 +102,9 @@ class Bench:
         return rows
 
     @contextlib.contextmanager
-    def _noted(self, name: str, calls: dict[str, list[Call]], reasons: dict[str, str], mode: str = "") -> Iterator[None]:
+    def _noted(
+        self, name: str, calls: dict[str, list[Call]], reasons: dict[str, str], mode: str = ""
+    ) -> Iterator[None]:
         """Inside, an error is the reason why a contender has no times."""
         try:
             yield
@@ -116,24 +130,35 @@ class Bench:
         def make() -> Tensors:
             # A copy to another device would make strided inputs contiguous.
             tensors = problem.tensors(fill)
-            return {name: x.to(self.device) if x.is_contiguous() else place(x, self.dtype, self.device, 0.0) for name, x in tensors.items()}
+            return {
+                name: x.to(self.device) if x.is_contiguous() else place(x, self.dtype, self.device, 0.0)
+                for name, x in tensors.items()
+            }
 
         first = make()
         return [first] if bytes_of(first) > ROTATED_BYTES else [first, make()]
 
     def _work(self, problem: Problem, tensors: Tensors) -> tuple[Work, torch.Tensor]:
-        """What the definition does, counted on tilewise's own outputs, of which the first is also what others must agree with."""
+        """What the definition does, counted on tilewise's own outputs, of which the first is also what others must
+        agree with.
+        """
         ours = next(contender for contender in self.contenders if contender.name == OURS)
         assert ours.implementation is not None
         function = partial(self.operator.load("function"), backend=ours.implementation.name, **problem.returning)
         with torch.no_grad():
-            outputs = {name: x for name, x in evaluate(problem, function, tensors, self.dtype, None).items() if x is not None}
+            outputs = {
+                name: x for name, x in evaluate(problem, function, tensors, self.dtype, None).items() if x is not None
+            }
         pairs, sizes = self.bench.pairs(problem, tensors, outputs), vars(problem)
         floating = {name: x for name, x in tensors.items() if x.is_floating_point()}
-        work = Work(pairs, sizes["D"], sizes["Dv"] or sizes["D"], bytes_of(tensors), bytes_of(outputs), bytes_of(floating))
+        work = Work(
+            pairs, sizes["D"], sizes["Dv"] or sizes["D"], bytes_of(tensors), bytes_of(outputs), bytes_of(floating)
+        )
         return work, outputs[problem.outputs[0]]
 
-    def _prepare(self, contender: Contender, problem: Problem, sets: list[Tensors], expected: torch.Tensor | None) -> list[Call]:
+    def _prepare(
+        self, contender: Contender, problem: Problem, sets: list[Tensors], expected: torch.Tensor | None
+    ) -> list[Call]:
         """Its calls, one for each set of inputs; a CannotRunError where its output is not the operator's."""
         calls = [contender.build(problem, tensors) for tensors in sets]
         with torch.no_grad():
@@ -141,7 +166,9 @@ class Bench:
         if expected is not None and contender.implementation is None and not contender.dense:
             apart = ((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)).item()
             if not apart <= MOST_APART[self.dtype]:
-                raise CannotRunError(f"computes something else: its output differs from tilewise's by {apart:.1e} of its norm")
+                raise CannotRunError(
+                    f"computes something else: its output differs from tilewise's by {apart:.1e} of its norm"
+                )
         return calls
 
     def _take_turns(self, mode: str, calls: dict[str, list[Call]], reasons: dict[str, str]) -> dict[str, _Measured]:
@@ -179,7 +206,15 @@ class Bench:
     def _row(self, case: Case, mode: str, name: str, verified: Verified | None) -> Row:
         lengths, sizes = case.problem.tokens(), vars(case.problem)
         batch = 1 if sizes.get("lengths") else sizes.get("B", 1)
-        return Row(case.name, written(case.problem), max(lengths, default=0), batch * sum(lengths), mode, name, verified=verified)
+        return Row(
+            case.name,
+            written(case.problem),
+            max(lengths, default=0),
+            batch * sum(lengths),
+            mode,
+            name,
+            verified=verified,
+        )
 
 
 def _run(call: Call, mode: str) -> Callable[[], object]:

@@ -12,7 +12,8 @@ COLUMNS = ("mode", "implementation", "median", "± ms", "TFLOP/s", "peak", "GB/s
 
 
 def table(report: Report, groups: Sequence[Sequence[Row]]) -> Table:
-    """One case, a group of rows for each mode: times in ms, rates with their shares of the machine's peak, memory at its peak.
+    """One case, a group of rows for each mode: times in ms, rates with their shares of the machine's peak, memory at
+    its peak.
 
     × is how often the subject runs while this implementation runs once.
     """
@@ -42,7 +43,9 @@ def _figures(report: Report, row: Row) -> list[str]:
 
 
 def case_lines(report: Report, groups: Sequence[Sequence[Row]]) -> Iterator[str]:
-    """What the table of a case does not hold: who was not timed and why, what was verified in the case's place, and a verdict for each mode."""
+    """What the table of a case does not hold: who was not timed and why, what was verified in the case's place, and a
+    verdict for each mode.
+    """
     rows = [row for group in groups for row in group]
     for name, reason in dict.fromkeys((row.implementation, row.reason) for row in rows if row.times is None):
         yield f"  {name} was not timed: {reason}"
@@ -60,11 +63,18 @@ def case_lines(report: Report, groups: Sequence[Sequence[Row]]) -> Iterator[str]
 def summary_lines(report: Report) -> Iterator[str]:
     """Over all cases: the ceilings, the ratios, and where a sparse operator overtakes dense attention."""
     ceiling = report.ceiling
-    product, copy = f"{ceiling.tflops:.3g} TFLOP/s (a matrix product, {ceiling.dtype})", f"{ceiling.gbps:.4g} GB/s (a copy)"
+    product, copy = (
+        f"{ceiling.tflops:.3g} TFLOP/s (a matrix product, {ceiling.dtype})",
+        f"{ceiling.gbps:.4g} GB/s (a copy)",
+    )
     yield f"peak of this machine, measured in this run: {product}, {copy}"
     for mode, by_name in report.ratios().items():
         for name, ratios in by_name.items():
-            spread = f"best {as_ratio(max(ratios))}, worst {as_ratio(min(ratios))}, {len(ratios)} cases" if len(ratios) > 1 else "one case"
+            spread = (
+                f"best {as_ratio(max(ratios))}, worst {as_ratio(min(ratios))}, {len(ratios)} cases"
+                if len(ratios) > 1
+                else "one case"
+            )
             yield f"{mode}: {report.subject} runs at {as_ratio(geometric_mean(ratios))} × {name} ({spread})"
             for kind, length in overtakes(report, mode, name).items() if name in report.dense else ():
                 where = f"from {length:.0f} tokens on" if length else "at no length that was timed"
@@ -78,6 +88,9 @@ def change_lines(changes: Sequence[Change], tolerance: float) -> Iterator[str]:
         return
     for change in changes:
         mark = "✗" if change.regressed(tolerance) else "✓"
-        yield f"{mark} {change.case} {change.mode} {change.implementation}: {change.before:.3f} -> {change.after:.3f} ms ({change.growth:+.1%})"
+        yield (
+            f"{mark} {change.case} {change.mode} {change.implementation}: {change.before:.3f} -> {change.after:.3f} ms"
+            f" ({change.growth:+.1%})"
+        )
     slower = sum(change.regressed(tolerance) for change in changes)
     yield f"{f'FAIL: {slower}' if slower else 'PASS: none'} of {len(changes)} slower by more than {tolerance:.1%}"

@@ -181,7 +181,9 @@ def _pool_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def runs_that_fit(asked: int | None, milliseconds: float) -> int:
-    """How often to time a call that takes so long: as often as was asked for, else 100 times or what fits MOST_SECONDS."""
+    """How often to time a call that takes so long: as often as was asked for, else 100 times or what fits
+    MOST_SECONDS.
+    """
     if asked is not None:
         return asked
     return min(100, max(LEAST_RUNS, int(1e3 * MOST_SECONDS / max(milliseconds, 1e-6))))

@@ -13,16 +13,27 @@ MOST_SCORES = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 
 def verify_case(
-    run: Callable[[Check], Result], operator: registry.Operator, implementation: Implementation, problem: Problem, dtype: str, gradients: bool
+    run: Callable[[Check], Result],
+    operator: registry.Operator,
+    implementation: Implementation,
+    problem: Problem,
+    dtype: str,
+    gradients: bool,
 ) -> Verified:
-    """What verify says of an implementation on a problem, or on a shorter one of its kind where the truth would not fit."""
+    """What verify says of an implementation on a problem, or on a shorter one of its kind where the truth would not
+    fit.
+    """
     checked = problem
     while _scores(checked) > MOST_SCORES[implementation.device]:
         checked = shorter(checked)
     check = Check(operator.name, implementation, written(checked), dtype, Settings(gradients=gradients))
     result = run(check)
     failed = [c.name for c in result.comparisons if not c.passed]
-    words = [", ".join(result.statuses), f"({', '.join(failed)})" if failed else "", *(finding.message for finding in result.findings)]
+    words = [
+        ", ".join(result.statuses),
+        f"({', '.join(failed)})" if failed else "",
+        *(finding.message for finding in result.findings),
+    ]
     why = "" if result.passed else " ".join(word for word in words if word)
     return Verified(check.case, checked == problem, result.passed, why, "" if result.passed else check.command())
 
@@ -39,7 +50,9 @@ def _scores(problem: Problem) -> int:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Half the batch, where there is one; else half the heads, down to two of keys; else half the tokens of every sequence."""
+    """Half the batch, where there is one; else half the heads, down to two of keys; else half the tokens of every
+    sequence.
+    """
     sizes = vars(problem)
     heads = ("H", "Hk") if sizes.get("Hk") else ("H",)
     if sizes.get("B", 1) > 1 and not sizes.get("lengths"):
@@ -51,4 +64,6 @@ def shorter(problem: Problem) -> Problem:
 
 def _halved(problem: Problem, *names: str) -> Problem:
     sizes = {name: vars(problem)[name] for name in names if vars(problem).get(name)}
-    return dataclasses.replace(problem, **{name: tuple(n // 2 for n in x) if isinstance(x, tuple) else x // 2 for name, x in sizes.items()})
+    return dataclasses.replace(
+        problem, **{name: tuple(n // 2 for n in x) if isinstance(x, tuple) else x // 2 for name, x in sizes.items()}
+    )

@@ -78,7 +78,12 @@ def _versions() -> Iterable[Finding]:
             continue
         version = version_of(package)
         old = _number(version) < minimum
-        yield Finding(package, version, "problem" if old else "ok", f"tilewise needs {needed} or newer: pip install -U {package}" if old else "")
+        yield Finding(
+            package,
+            version,
+            "problem" if old else "ok",
+            f"tilewise needs {needed} or newer: pip install -U {package}" if old else "",
+        )
 
 
 def _missing(package: str, needed: str) -> Finding:
@@ -98,23 +103,40 @@ def _mode() -> Finding:
     if torch.cuda.is_available():
         found = "interpreted (TRITON_INTERPRET is set), on CPU tensors, though there is a GPU"
         return Finding("kernels", found, "note", "unset TRITON_INTERPRET to use the GPU")
-    return Finding("kernels", "interpreted, on CPU tensors: right but slow", "note", "for speed on the CPU use backend='cpu', the default there")
+    return Finding(
+        "kernels",
+        "interpreted, on CPU tensors: right but slow",
+        "note",
+        "for speed on the CPU use backend='cpu', the default there",
+    )
 
 
 def _miscompile() -> Finding:
-    """Triton 3.6 on Hopper: products of a tile narrower than 128 bytes beside a wider one come out wrong, with no error."""
+    """Triton 3.6 on Hopper: products of a tile narrower than 128 bytes beside a wider one come out wrong, with no
+    error.
+    """
     import torch
 
     from tilewise.ops._host.backend import interpreting
 
     subject = "mixed tile widths"
     if not torch.cuda.is_available() or interpreting():
-        return Finding(subject, "not probed: needs a GPU", "note", "Triton 3.6 gets them wrong on Hopper; tilewise's own kernels avoid them")
+        return Finding(
+            subject,
+            "not probed: needs a GPU",
+            "note",
+            "Triton 3.6 gets them wrong on Hopper; tilewise's own kernels avoid them",
+        )
     wrong = "this Triton miscompiles them"
-    advice = "tilewise's own kernels avoid them; in yours, pad tiles of fewer than 64 channels in 16 bits to the width of the others"
+    advice = (
+        "tilewise's own kernels avoid them; in yours, pad tiles of fewer than 64 channels in 16 bits to the width of"
+        " the others"
+    )
     # In a process of its own: wrong code may end it, or the GPU context with it.
     try:
-        result = subprocess.run([sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120)
+        result = subprocess.run(
+            [sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120
+        )
     except subprocess.TimeoutExpired:
         return Finding(subject, "the probe did not end within two minutes", "note", advice)
     if result.returncode != 0:

@@ -1,4 +1,6 @@
-"""What doctor looks at where there is a GPU: what it is, what it does just now, and what torch and Triton bring for it."""
+"""What doctor looks at where there is a GPU: what it is, what it does just now, and what torch and Triton
+bring for it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +18,12 @@ def gpus() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         reason = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-        yield Finding("GPU", f"none ({reason})", "note", "nothing, unless there is one: then install a CUDA build of torch and its driver")
+        yield Finding(
+            "GPU",
+            f"none ({reason})",
+            "note",
+            "nothing, unless there is one: then install a CUDA build of torch and its driver",
+        )
         return
     from tilewise.ops._host.backend import MINIMUM_CAPABILITY
 
@@ -25,7 +32,9 @@ def gpus() -> Iterator[Finding]:
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         found = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory:.0f} GiB"
         if (major, minor) < MINIMUM_CAPABILITY:
-            yield Finding(f"GPU {index}", found, "problem", "the kernels need sm_80 or newer: use backend='reference' on it")
+            yield Finding(
+                f"GPU {index}", found, "problem", "the kernels need sm_80 or newer: use backend='reference' on it"
+            )
         else:
             yield Finding(f"GPU {index}", found)
 
@@ -38,10 +47,18 @@ def states() -> Iterator[Finding]:
         return
     found = nvidia_smi.states()
     if not found:
-        yield Finding("nvidia-smi", "missing, or says nothing", "note", "driver, clocks and power are not known: install the driver's tools")
+        yield Finding(
+            "nvidia-smi",
+            "missing, or says nothing",
+            "note",
+            "driver, clocks and power are not known: install the driver's tools",
+        )
         return
     yield Finding("driver", f"{found[0]['driver_version']}; torch is built with CUDA {torch.version.cuda}")
-    reasons, others = nvidia_smi.throttles(), [number for number in nvidia_smi.processes() if number != str(os.getpid())]
+    reasons, others = (
+        nvidia_smi.throttles(),
+        [number for number in nvidia_smi.processes() if number != str(os.getpid())],
+    )
     for place, state in enumerate(found):
         # With CUDA_VISIBLE_DEVICES torch numbers otherwise.
         own = torch.cuda.memory_reserved(place) / 2**20 if len(found) == torch.cuda.device_count() else 0.0
@@ -57,15 +74,26 @@ def _memory(state: dict[str, str], own: float, others: list[str]) -> Finding:
         return Finding(subject, found)
     by = f" (processes on GPUs: {', '.join(others)})" if others else ""
     return Finding(
-        subject, found + by, "note", "others use this GPU: times measured now are not its best; wait, or choose one by CUDA_VISIBLE_DEVICES"
+        subject,
+        found + by,
+        "note",
+        "others use this GPU: times measured now are not its best; wait, or choose one by CUDA_VISIBLE_DEVICES",
     )
 
 
 def _clocks(state: dict[str, str], reason: str) -> Finding:
     subject = f"GPU {state['index']} clocks"
-    found = f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz, memory {state['clocks.mem']} MHz, {state['temperature.gpu']} °C"
+    found = (
+        f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz, memory {state['clocks.mem']} MHz,"
+        f" {state['temperature.gpu']} °C"
+    )
     if reason:
-        return Finding(subject, f"{found}, held down by {reason}", "note", "do not trust times measured now: let it cool, or lift the cap")
+        return Finding(
+            subject,
+            f"{found}, held down by {reason}",
+            "note",
+            "do not trust times measured now: let it cool, or lift the cap",
+        )
     return Finding(subject, found)
 
 
@@ -73,16 +101,29 @@ def _power(state: dict[str, str]) -> Finding:
     subject, found = f"GPU {state['index']} power", f"{state['power.draw']} of {state['power.limit']} W"
     limit, default = (nvidia_smi.number(state[name]) for name in ("power.limit", "power.default_limit"))
     if limit and default and limit < default:
-        advice = f"the cap is below the default of {default:.0f} W and slows long runs: `nvidia-smi -pl {default:.0f}` as root lifts it"
+        advice = (
+            f"the cap is below the default of {default:.0f} W and slows long runs: `nvidia-smi -pl {default:.0f}` as"
+            " root lifts it"
+        )
         return Finding(subject, found, "note", advice)
     return Finding(subject, found)
 
 
 def _modes(state: dict[str, str]) -> Iterator[Finding]:
     if state["ecc.mode.current"] == "Disabled":
-        yield Finding(f"GPU {state['index']} ECC", "off", "note", "memory errors go unseen: `nvidia-smi -e 1` as root, and a restart, turns it on")
+        yield Finding(
+            f"GPU {state['index']} ECC",
+            "off",
+            "note",
+            "memory errors go unseen: `nvidia-smi -e 1` as root, and a restart, turns it on",
+        )
     if state["mig.mode.current"] == "Enabled":
-        yield Finding(f"GPU {state['index']} MIG", "on", "note", "torch sees a slice of this GPU: compare its times with those of equal slices only")
+        yield Finding(
+            f"GPU {state['index']} MIG",
+            "on",
+            "note",
+            "torch sees a slice of this GPU: compare its times with those of equal slices only",
+        )
 
 
 def baselines() -> Iterator[Finding]:
@@ -92,12 +133,20 @@ def baselines() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         return
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    there = {f"cuDNN {cudnn}": cudnn is not None, "FlashAttention-2": torch.backends.cuda.is_flash_attention_available()}
+    there = {
+        f"cuDNN {cudnn}": cudnn is not None,
+        "FlashAttention-2": torch.backends.cuda.is_flash_attention_available(),
+    }
     there["FlexAttention"] = _has_flex()
     found = ", ".join(name for name, has in there.items() if has) or "none"
     missing = [name.split(" ")[0] for name, has in there.items() if not has]
     if missing:
-        yield Finding("torch's attention", found, "note", f"no comparison with {' and '.join(missing)}: install a build of torch that has it")
+        yield Finding(
+            "torch's attention",
+            found,
+            "note",
+            f"no comparison with {' and '.join(missing)}: install a build of torch that has it",
+        )
     else:
         yield Finding("torch's attention", found)
 
@@ -119,6 +168,9 @@ def ptxas() -> Finding:
     except Exception as error:
         # Whatever it is, kernels of an NVIDIA GPU cannot be compiled.
         return Finding(
-            "ptxas", f"does not run ({type(error).__name__})", "note", "kernels cannot be compiled: reinstall triton, or unset TRITON_PTXAS_PATH"
+            "ptxas",
+            f"does not run ({type(error).__name__})",
+            "note",
+            "kernels cannot be compiled: reinstall triton, or unset TRITON_PTXAS_PATH",
         )
     return Finding("ptxas", version)

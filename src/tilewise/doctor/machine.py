@@ -28,7 +28,9 @@ VARIABLES = {
     "TRITON_DEBUG": "kernels are compiled with checks and are slower; unset it before timing",
     "TRITON_ALWAYS_COMPILE": "every first launch compiles anew; unset it to use the cache",
     "TRITON_KERNEL_OVERRIDE": "compiled kernels may be replaced by files; unset it unless that is meant",
-    "TRITON_PTXAS_PATH": "another ptxas than Triton's own assembles kernels; unset it before comparing registers and spills",
+    "TRITON_PTXAS_PATH": (
+        "another ptxas than Triton's own assembles kernels; unset it before comparing registers and spills"
+    ),
     "CUDA_LAUNCH_BLOCKING": "every launch waits for the one before; unset it before timing",
     "CUDA_VISIBLE_DEVICES": "torch sees only these GPUs, and numbers them anew",
     "NVIDIA_TF32_OVERRIDE": "fp32 products of torch change; unset it before verifying",
@@ -70,7 +72,12 @@ def compiler() -> Finding:
     if found is None:
         return Finding("C compiler", "none", level, "install gcc: Triton needs it to launch kernels on a GPU")
     if not header.exists():
-        return Finding("C compiler", f"{Path(found).name}, no Python.h", level, "install Python's headers (python3-dev): Triton needs them on a GPU")
+        return Finding(
+            "C compiler",
+            f"{Path(found).name}, no Python.h",
+            level,
+            "install Python's headers (python3-dev): Triton needs them on a GPU",
+        )
     return Finding("C compiler", f"{Path(found).name}, with Python.h")
 
 
@@ -90,7 +97,10 @@ def cache() -> Finding:
     folder = _cache_folder()
     if not os.access(_existing(folder), os.W_OK):
         return Finding(
-            "Triton's cache", f"{folder} cannot be written", "problem", "set TRITON_CACHE_DIR to a folder that can: kernels are compiled there"
+            "Triton's cache",
+            f"{folder} cannot be written",
+            "problem",
+            "set TRITON_CACHE_DIR to a folder that can: kernels are compiled there",
         )
     files = size = 0
     end = time.monotonic() + COUNTING
@@ -104,7 +114,10 @@ def cache() -> Finding:
             files += 1
         if time.monotonic() > end:
             return Finding(
-                "Triton's cache", f"more than {files:,} files", "note", "it only grows: delete the folder now and then, nothing is lost but time"
+                "Triton's cache",
+                f"more than {files:,} files",
+                "note",
+                "it only grows: delete the folder now and then, nothing is lost but time",
             )
     return Finding("Triton's cache", f"{files:,} files, {size / 2**20:,.0f} MiB")
 
@@ -117,7 +130,12 @@ def disk() -> Finding:
         return Finding("disk", f"not known ({error.strerror})", "note", "look at the folder of Triton's cache")
     found = f"{free / 2**30:,.1f} GiB free beside Triton's cache"
     if free < LITTLE_SPACE:
-        return Finding("disk", found, "note", "make room, or set TRITON_CACHE_DIR to a folder that has some: compiling fails on a full disk")
+        return Finding(
+            "disk",
+            found,
+            "note",
+            "make room, or set TRITON_CACHE_DIR to a folder that has some: compiling fails on a full disk",
+        )
     return Finding("disk", found)
 
 
@@ -129,5 +147,7 @@ def threads() -> Finding:
     count = torch.get_num_threads()
     found = f"{cores} cores, {count} threads of torch"
     if count > cores:
-        return Finding("CPU", found, "note", f"more threads than cores slow each other down: set OMP_NUM_THREADS={cores}")
+        return Finding(
+            "CPU", found, "note", f"more threads than cores slow each other down: set OMP_NUM_THREADS={cores}"
+        )
     return Finding("CPU", found)

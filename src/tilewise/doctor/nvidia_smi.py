@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Sequence
 
 SECONDS = 5.0
-# Why clocks are below what was asked for, as bits of `clocks_event_reasons.active`; idle and chosen clocks are none of these.
+# Why clocks are below what was asked for, as bits of `clocks_event_reasons.active`; idle and chosen clocks are none of
+# these.
 THROTTLES = {
     0x04: "the power cap",
     0x08: "hardware slowdown",
@@ -32,7 +33,9 @@ STATE = (
 
 
 def states() -> list[dict[str, str]]:
-    """The fields of STATE by name for each GPU, units left out; what a GPU does not tell is in brackets, as in `[N/A]`."""
+    """The fields of STATE by name for each GPU, units left out; what a GPU does not tell is in brackets, as
+    in `[N/A]`.
+    """
     return [dict(zip(STATE, row, strict=True)) for row in _query("gpu", STATE)]
 
 

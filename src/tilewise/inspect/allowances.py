@@ -1,4 +1,5 @@
-"""What the default configurations are held to: bytes that a kernel may spill, by architecture, and a few more; `allowances.json` says which.
+"""What the default configurations are held to: bytes that a kernel may spill, by architecture, and a few more;
+`allowances.json` says which.
 
 Only `tilewise inspect --check --update` writes that file.
 """
@@ -16,7 +17,8 @@ FILE = Path(__file__).with_name("allowances.json")
 # Operators that together launch every kernel there is, and a card of each family of tiles.
 OPERATORS = ("flash", "nsa", "nsa-attend", "hstu", "bsa")
 ARCHITECTURES = (80, 86, 90, 100)
-# The rules for Hopper and for the smallest card are about 64 and 128 channels; on the others the wider problems, which take more of everything, do.
+# The rules for Hopper and for the smallest card are about 64 and 128 channels; on the others the wider problems, which
+# take more of everything, do.
 WIDE = (80, 100)
 # Every operator must run on a card with this little shared memory.
 SMALLEST = 86
@@ -26,8 +28,8 @@ SMALLEST = 86
 class Allowances:
     """Bytes spilt, stored and loaded, by architecture and kernel, 0 where none is named.
 
-    For Hopper: kernels that may multiply without wgmma, or have it serialised. `ptxas` are the assemblers that the figures come from: others spill
-    otherwise.
+    For Hopper: kernels that may multiply without wgmma, or have it serialised. `ptxas` are the assemblers that the
+    figures come from: others spill otherwise.
     """
 
     ptxas: dict[str, str] = field(default_factory=dict)
@@ -83,8 +85,14 @@ def violations(rows: Sequence[Row], allowed: Allowances) -> list[str]:
     small = [row for row in rows if row.architecture == SMALLEST]
     for operator in dict.fromkeys(row.operator for row in small):
         labels = dict.fromkeys(row.label for row in small if row.operator == operator)
-        if not any(all(row.facts and fits(row.facts) for row in small if (row.operator, row.label) == (operator, label)) for label in labels):
-            lines.append(f"sm_{SMALLEST} {operator}: no configuration fits {CARDS[SMALLEST].shared_memory:,} bytes of shared memory")
+        if not any(
+            all(row.facts and fits(row.facts) for row in small if (row.operator, row.label) == (operator, label))
+            for label in labels
+        ):
+            lines.append(
+                f"sm_{SMALLEST} {operator}: no configuration fits {CARDS[SMALLEST].shared_memory:,} bytes of shared"
+                " memory"
+            )
     return lines
 
 
@@ -94,9 +102,15 @@ def _broken(row: Row, allowed: Allowances) -> list[str]:
     found: list[str] = []
     limit = allowed.spilled.get(f"sm_{row.architecture}", {}).get(row.place, 0)
     if _spilled(row) > limit:
-        found.append(f"spills {_spilled(row)} bytes ({row.facts.spill_stores} stored, {row.facts.spill_loads} loaded), allowed are {limit}")
+        found.append(
+            f"spills {_spilled(row)} bytes ({row.facts.spill_stores} stored, {row.facts.spill_loads} loaded), allowed"
+            f" are {limit}"
+        )
     if not fits(row.facts):
-        found.append(f"takes {row.facts.shared_memory:,} bytes of shared memory, and a block may have {CARDS[row.architecture].shared_memory:,}")
+        found.append(
+            f"takes {row.facts.shared_memory:,} bytes of shared memory, and a block may have"
+            f" {CARDS[row.architecture].shared_memory:,}"
+        )
     if _wants_wgmma(row) and not row.facts.wgmma and row.place not in allowed.without_wgmma:
         found.append("multiplies without wgmma")
     if _wants_wgmma(row) and row.facts.wgmma_serialised and row.place not in allowed.serialised:

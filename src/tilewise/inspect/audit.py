@@ -1,4 +1,6 @@
-"""An audit of offsets: every operator's launches at sizes that no machine holds, for 32-bit overflow, accesses out of bounds and grid limits."""
+"""An audit of offsets: every operator's launches at sizes that no machine holds, for 32-bit overflow, accesses out of
+bounds and grid limits.
+"""
 
 import json
 import os
@@ -44,7 +46,10 @@ class AuditResult:
 
 
 def audit(operator_names: Sequence[str]) -> list[AuditResult]:
-    """Audit the launches of registered operators, one process a part, as many at a time as there are cores. A UsageError names unknown ones."""
+    """Audit the launches of registered operators, one process a part, as many at a time as there are cores.
+
+    A UsageError names unknown ones.
+    """
     names = [find_operator(name).name for name in operator_names]
     parts = list(dict.fromkeys(part for name in names for part in PARTS[name]))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -58,11 +63,18 @@ def audit(operator_names: Sequence[str]) -> list[AuditResult]:
 
 
 def _audit_part(part: str) -> list[dict[str, Any]]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tilewise.inspect.audit_worker", part]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
-        raise RuntimeError(f"the audit of {part} did not end well (exit code {result.returncode}): {result.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            f"the audit of {part} did not end well (exit code {result.returncode}): {result.stderr.strip()[-2000:]}"
+        )
     entries: list[dict[str, Any]] = json.loads(result.stdout)
     return entries
 
@@ -71,10 +83,17 @@ def print_audit(results: Sequence[AuditResult], console: Console) -> bool:
     """A line for each kernel and size, with what is wrong below; returns whether all passed."""
     for result in results:
         mark = "[green]✓[/]" if result.passed else "[red]✗[/]"
-        console.print(f"{mark} {result.operator} {result.kernel} [dim]{escape(result.sizes)}; {result.programs:,} programs[/]", highlight=False)
+        console.print(
+            f"{mark} {result.operator} {result.kernel} [dim]{escape(result.sizes)}; {result.programs:,} programs[/]",
+            highlight=False,
+        )
         for line in result.wrong:
             console.print(f"    {line}", markup=False, highlight=False)
     failed = sum(not result.passed for result in results)
-    verdict = f"FAIL: {failed} of {len(results)} launches" if failed else f"PASS: all {len(results)} launches fit 32-bit numbers and grid limits"
+    verdict = (
+        f"FAIL: {failed} of {len(results)} launches"
+        if failed
+        else f"PASS: all {len(results)} launches fit 32-bit numbers and grid limits"
+    )
     console.print(verdict, highlight=False)
     return not failed

@@ -1,4 +1,7 @@
-"""The launches of every operator at virtual sizes: 10 million tokens, many heads, strides far apart. Tensors have shapes and no memory."""
+"""The launches of every operator at virtual sizes: 10 million tokens, many heads, strides far apart.
+
+Tensors have shapes and no memory.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +22,8 @@ from tilewise.ops.nsa.sizes import Sizes, mean_windows
 TOKENS = 10_000_019
 CHANNELS = 128
 HEADS, KEY_HEADS = 256, 16
-# Elements from token to token where a tensor is a slice of something wide, such as all layers' projections side by side.
+# Elements from token to token where a tensor is a slice of something wide, such as all layers' projections side by
+# side.
 FAR = 1 << 20
 # Lengths of packed sequences.
 LENGTHS = (3_000_017, 0, TOKENS - 3_000_017)
@@ -34,14 +38,20 @@ class Case:
     call: Callable[[], object]
 
     def launches(self) -> list[Launch]:
-        """What it launches, of each kernel, with each set of constants and optional arguments, the first and the last."""
+        """What it launches, of each kernel, with each set of constants and optional arguments, the first
+        and the last.
+        """
         with capture(self.architecture) as found:
             self.call()
         ends: dict[Any, list[Launch]] = {}
         for launch in found:
             # Upper case is constexpr.
             constants = (repr(value) for name, value in sorted(launch.arguments.items()) if name.isupper())
-            key = (launch.kernel.__name__, *constants, *(name for name, value in launch.arguments.items() if value is None))
+            key = (
+                launch.kernel.__name__,
+                *constants,
+                *(name for name, value in launch.arguments.items() if value is None),
+            )
             ends[key] = [*ends.get(key, [])[:1], launch]
         return [launch for pair in ends.values() for launch in pair]
 
@@ -74,18 +84,26 @@ def _offsets(packed: bool) -> torch.Tensor | None:
 
 
 def _words(packed: bool, far: bool = False, batch: int = 2, heads: int = HEADS) -> str:
-    many = f"packed sequences of {', '.join(f'{length:,}' for length in LENGTHS)} tokens" if packed else f"{batch} x {TOKENS:,} tokens"
+    many = (
+        f"packed sequences of {', '.join(f'{length:,}' for length in LENGTHS)} tokens"
+        if packed
+        else f"{batch} x {TOKENS:,} tokens"
+    )
     return f"{many}, {heads} heads of {CHANNELS}" + (f", {FAR:,} elements from token to token" if far else "")
 
 
 def _layouts() -> Iterator[tuple[str, int, bool, int]]:
-    """In words, the architecture, packed or not, and the stride of tokens: dense tensors with descriptors where there are any, the others without."""
+    """In words, the architecture, packed or not, and the stride of tokens: dense tensors with descriptors where there
+    are any, the others without.
+    """
     for architecture, packed, far in ((90, False, False), (80, False, True), (90, True, True)):
         yield _words(packed, far), architecture, packed, FAR if far else 0
 
 
 def _flash() -> Iterator[Case]:
-    def call(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, deterministic: bool = True, **mask: Any) -> None:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, deterministic: bool = True, **mask: Any
+    ) -> None:
         options = {"causal": False, "left": -1, "right": -1, "scale": 0.1, "softcap": 0.0} | mask
         inputs = flash.make_inputs(q, k, k, cu, cu, **options)
         o, lse = flash.forward(inputs)
@@ -99,7 +117,11 @@ def _flash() -> Iterator[Case]:
         call(q, q, cu, deterministic=False)
 
     for words, architecture, packed, stride in _layouts():
-        q, k, cu = _rows(HEADS, packed=packed, stride=stride), _rows(KEY_HEADS, packed=packed, stride=stride), _offsets(packed)
+        q, k, cu = (
+            _rows(HEADS, packed=packed, stride=stride),
+            _rows(KEY_HEADS, packed=packed, stride=stride),
+            _offsets(packed),
+        )
         # Hopper has its own kernels, below; Blackwell reads with descriptors too.
         portable = 100 if architecture == 90 else architecture
         yield Case(f"{words}, causal", portable, partial(call, q, k, cu, causal=True))
@@ -114,7 +136,9 @@ def _flash() -> Iterator[Case]:
     yield Case(f"{batch:,} sequences of {short} tokens, {HEADS} heads of {CHANNELS}", 90, partial(call, q, k, None))
 
 
-def _compressed_call(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, size: int = 32, stride: int = 16) -> None:
+def _compressed_call(
+    q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, size: int = 32, stride: int = 16
+) -> None:
     windows = mean_windows(cu, q.shape[-3], stride)
     k_cmp = nsa.compress(k, cu, windows, size, stride)
     o, lse = nsa.compressed_forward(q, k_cmp, k_cmp, cu, windows, size, stride, 0.1)
@@ -122,14 +146,20 @@ def _compressed_call(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, 
     nsa.compress_backward(k_cmp, q.shape[-3], cu, windows, size, stride)
 
 
-def _selected_call(q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block: int) -> None:
+def _selected_call(
+    q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block: int
+) -> None:
     o, lse = nsa.selected_forward(q, k, k, indices, cu, block, 0.1)
     nsa.selected_backward(q, k, k, indices, o, lse, q, None, cu, block, 0.1)
 
 
 def _compressed() -> Iterator[Case]:
     for words, architecture, packed, stride in _layouts():
-        q, k, cu = _rows(HEADS, packed=packed, stride=stride), _rows(KEY_HEADS, packed=packed, stride=stride), _offsets(packed)
+        q, k, cu = (
+            _rows(HEADS, packed=packed, stride=stride),
+            _rows(KEY_HEADS, packed=packed, stride=stride),
+            _offsets(packed),
+        )
         yield Case(f"{words}, windows of 32 every 16", architecture, partial(_compressed_call, q, k, cu))
 
 
@@ -138,14 +168,25 @@ def _choose() -> Iterator[Case]:
     for packed, stride in ((False, 0), (True, FAR)):
         # One sequence: chunks of so long ones hold a tile each.
         q, cu = _rows(HEADS, packed=packed, batch=1, stride=stride), _offsets(packed)
-        k_cmp, lse = _rows(KEY_HEADS, packed=packed, batch=1, tokens=TOKENS // 16 - (not packed)), torch.empty(HEADS, TOKENS, device="meta")
+        k_cmp, lse = (
+            _rows(KEY_HEADS, packed=packed, batch=1, tokens=TOKENS // 16 - (not packed)),
+            torch.empty(HEADS, TOKENS, device="meta"),
+        )
         windows = mean_windows(cu, TOKENS, 16)
-        yield Case(f"{_words(packed, packed, 1)}, 16 blocks of 64", 90, partial(nsa.choose, q, k_cmp, lse, cu, windows, sizes, 0.1))
+        yield Case(
+            f"{_words(packed, packed, 1)}, 16 blocks of 64",
+            90,
+            partial(nsa.choose, q, k_cmp, lse, cu, windows, sizes, 0.1),
+        )
 
 
 def _selected() -> Iterator[Case]:
     for words, architecture, packed, stride in _layouts():
-        q, k, cu = _rows(HEADS, packed=packed, stride=stride), _rows(KEY_HEADS, packed=packed, stride=stride), _offsets(packed)
+        q, k, cu = (
+            _rows(HEADS, packed=packed, stride=stride),
+            _rows(KEY_HEADS, packed=packed, stride=stride),
+            _offsets(packed),
+        )
         indices, block = _named(16, packed=packed), 16 if packed else 64
         yield Case(f"{words}, 16 blocks of {block}", architecture, partial(_selected_call, q, k, indices, cu, block))
 
@@ -182,7 +223,11 @@ def _hstu() -> Iterator[Case]:
     near, far = (_rows(HEADS, packed=True, stride=stride) for stride in (0, FAR))
     yield Case(f"{_words(True)}, causal", 90, partial(call, near, None, True, 0, 0))
     yield Case(f"{_words(True, True)}, a wide reach both ways", 80, partial(call, far, None, False, 6_000_000, 0))
-    yield Case(f"{_words(True, True)}, targets, context and a wide reach", 90, partial(call, far, targets, True, 5_000_000, 1_000_000))
+    yield Case(
+        f"{_words(True, True)}, targets, context and a wide reach",
+        90,
+        partial(call, far, targets, True, 5_000_000, 1_000_000),
+    )
 
 
 def _bsa() -> Iterator[Case]:
@@ -194,7 +239,11 @@ def _bsa() -> Iterator[Case]:
     for words, architecture, packed, stride in _layouts():
         x, gate, cu = _rows(HEADS, packed=packed, stride=stride), _gates(packed=packed), _offsets(packed)
         options = Options(4, 64 if packed else 32, 3_000_000, 0.1, packed)
-        yield Case(f"{words}, 4 blocks of {options.block_size} and a wide window", architecture, partial(call, x, gate, cu, options))
+        yield Case(
+            f"{words}, 4 blocks of {options.block_size} and a wide window",
+            architecture,
+            partial(call, x, gate, cu, options),
+        )
 
 
 _CASES: dict[str, Callable[[], Iterator[Case]]] = {

@@ -1,7 +1,8 @@
-"""Memory that does not exist, for kernels interpreted at sizes that no machine holds: every access is checked and nothing is allocated.
+"""Memory that does not exist, for kernels interpreted at sizes that no machine holds: every access is checked and
+nothing is allocated.
 
-Each tensor has addresses of its own, far from all others. Floats read as 0; integers as the tensor's values where it has any, else as the launch's
-tables say (`audit_tables`).
+Each tensor has addresses of its own, far from all others. Floats read as 0; integers as the tensor's values where it
+has any, else as the launch's tables say (`audit_tables`).
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +65,11 @@ class VirtualMemory:
         if value.device.type != "meta":
             held = value.reshape(-1).numpy()
             table = held.__getitem__
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+        elements = (
+            1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            if value.numel()
+            else 0
+        )
         self._regions.append(Region(name, value.element_size(), elements, table))
         return Address(value.dtype, len(self._regions) * REGION)
 
@@ -83,7 +88,9 @@ class VirtualMemory:
         self._locate(pointers, mask, "writes")
 
     def _locate(self, pointers: Any, mask: Any, verb: str) -> tuple[Region | None, Any]:
-        """The tensor that the pointers which the mask keeps lead to, and the numbers of their elements; says where they lie outside."""
+        """The tensor that the pointers which the mask keeps lead to, and the numbers of their elements; says where they
+        lie outside.
+        """
         kept = pointers[mask].astype(np.int64)
         if not kept.size:
             return None, kept

@@ -1,4 +1,5 @@
-"""One launch: whether a GPU can launch it, and chosen programs interpreted with every 32-bit number and every address checked.
+"""One launch: whether a GPU can launch it, and chosen programs interpreted with every 32-bit number and every address
+checked.
 
 Interpreting needs a process that interprets kernels, and one that does nothing else meanwhile: Triton's interpreter is
 changed for as long as a launch is audited.
@@ -20,7 +21,8 @@ from tilewise.inspect.audit_memory import Table, VirtualMemory
 from tilewise.interpreter import repair
 from tilewise.ops._host.launching import Launch
 
-# A loop of more steps runs its first, its middle and its last: numbers that follow from the loop's own are largest at its ends.
+# A loop of more steps runs its first, its middle and its last: numbers that follow from the loop's own are largest at
+# its ends.
 MOST_STEPS = 3
 MOST_PROGRAMS = 2**31 - 1
 # What a tensor descriptor can describe: cuTensorMapEncodeTiled takes strides in bytes below this.
@@ -30,13 +32,20 @@ OPERATIONS: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multi
 
 def limits(launch: Launch) -> list[str]:
     """What a launch asks for and no GPU gives."""
-    wrong = [f"a grid of {launch.grid:,} programs: no GPU launches more than {MOST_PROGRAMS:,}"] if launch.grid > MOST_PROGRAMS else []
+    wrong = (
+        [f"a grid of {launch.grid:,} programs: no GPU launches more than {MOST_PROGRAMS:,}"]
+        if launch.grid > MOST_PROGRAMS
+        else []
+    )
     for name, value in launch.arguments.items():
         if hasattr(value, "block_shape"):
             # A tensor descriptor, Triton's or Gluon's.
             stride = max(value.strides) * value.base.element_size()
             if stride >= MOST_DESCRIPTOR_STRIDE:
-                wrong.append(f"a descriptor of {name} with a stride of {stride:,} bytes: it must be below {MOST_DESCRIPTOR_STRIDE:,}")
+                wrong.append(
+                    f"a descriptor of {name} with a stride of {stride:,} bytes: it must be below"
+                    f" {MOST_DESCRIPTOR_STRIDE:,}"
+                )
     return wrong
 
 
@@ -46,7 +55,9 @@ def can_interpret(launch: Launch) -> bool:
 
 
 def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
-    """What goes wrong in the first, the last and some programs between, each once, with the line of the kernel where it does."""
+    """What goes wrong in the first, the last and some programs between, each once, with the line of the kernel where it
+    does.
+    """
     found: dict[str, None] = {}
 
     def report(message: str) -> None:
@@ -104,7 +115,9 @@ def _programs(programs: list[int], grid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checked_numbers(report: Callable[[str], None]) -> Iterator[None]:
-    """Sums, differences and products that do not fit their type, but for those that say `sanitize_overflow=False`; and casts that cut a number."""
+    """Sums, differences and products that do not fit their type, but for those that say `sanitize_overflow=False`; and
+    casts that cut a number.
+    """
     original = TritonSemantic.cast
 
     def check(_self: Any, x: Any, y: Any, operation: Any) -> None:
@@ -130,7 +143,9 @@ def _checked_numbers(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _steps(*bounds: Any) -> Iterator[Any]:
-    """As a kernel's `range`: a tensor each step, so that arithmetic with it is a kernel's too; of a long loop the ends and the middle."""
+    """As a kernel's `range`: a tensor each step, so that arithmetic with it is a kernel's too; of a long loop the ends
+    and the middle.
+    """
     steps = range(*bounds)
     count = len(steps)
     chosen = range(count) if count <= MOST_STEPS else (0, count // 2, count - 1)
@@ -151,7 +166,9 @@ def _sampled_loops() -> Iterator[None]:
 
 
 def _is_device_code(scope: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a module that kernels are written in: it knows the language as `tl`, as all of ours do."""
+    """Whether these are the globals of a module that kernels are written in: it knows the language as `tl`, as all of
+    ours do.
+    """
     return scope.get("tl") is triton.language and not str(scope.get("__name__")).startswith("triton.")
 
 

@@ -1,4 +1,5 @@
-"""What the integer tables that kernels pass to each other hold in an audit: the largest numbers that their makers may write for the launch.
+"""What the integer tables that kernels pass to each other hold in an audit: the largest numbers that their makers may
+write for the launch.
 
 Tables that were made on the host (offsets of packed sequences, targets) have their own values.
 """
@@ -14,7 +15,9 @@ Arguments = Mapping[str, Any]
 
 
 def tables(arguments: Arguments) -> dict[str, Table]:
-    """Tables by the name of the argument; each is made when it is read, for a kernel that only writes one has not all that it follows from."""
+    """Tables by the name of the argument; each is made when it is read, for a kernel that only writes one has not all
+    that it follows from.
+    """
     return {name: _read_later(make, arguments) for name, make in _TABLES.items() if arguments.get(name) is not None}
 
 
@@ -58,7 +61,11 @@ def _last_entry(arguments: Arguments) -> int:
 def _last_list(arguments: Arguments) -> int:
     """The last block of the last head, of dense sequences in the one that the chunk begins in."""
     slots = arguments["n_slots"]
-    last = slots if arguments["cu"] is not None else (_sequence(arguments) + 1) * -(-arguments["n_tokens"] // arguments["BLOCK_SIZE"])
+    last = (
+        slots
+        if arguments["cu"] is not None
+        else (_sequence(arguments) + 1) * -(-arguments["n_tokens"] // arguments["BLOCK_SIZE"])
+    )
     return int((arguments["n_heads"] - 1) * slots + last - 1)
 
 
@@ -69,7 +76,9 @@ def _extras(arguments: Arguments) -> int:
 
 
 def _segments(arguments: Arguments) -> Table:
-    """First place, entries, list, and for every second segment its number among those that are not their list's first."""
+    """First place, entries, list, and for every second segment its number among those that are not their
+    list's first.
+    """
     entries = arguments["perm"].numel()
     count = min(entries, 256)
     columns = np.array([entries - count, count, _last_list(arguments), _extras(arguments)])
@@ -89,7 +98,9 @@ def _sizes(arguments: Arguments) -> Table:
 
 
 def _tiles(arguments: Arguments) -> Table:
-    """Tiles of the last sequence, the last one as often as slots are left over: sequence, number, first token, tokens."""
+    """Tiles of the last sequence, the last one as often as slots are left over: sequence, number, first
+    token, tokens.
+    """
     cu = arguments["cu"]
     first, end = cu[-2:].tolist()
     block = arguments["BLOCK_N"] if "dk" in arguments else arguments["BLOCK_M"]

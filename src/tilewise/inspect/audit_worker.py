@@ -1,4 +1,5 @@
-"""Audits one part of an operator in a process of its own, and prints the results as JSON: `python -m tilewise.inspect.audit_worker PART`.
+"""Audits one part of an operator in a process of its own, and prints the results as JSON:
+`python -m tilewise.inspect.audit_worker PART`.
 
 The process interprets kernels (TRITON_INTERPRET=1), while launches are those of a GPU. What is changed in the operators
 here is changed for the whole process, which does nothing else and ends.

@@ -13,10 +13,16 @@ from tilewise.sanity.nsa_selected import CARDS
 
 COUNT, WINDOW = 4, 100
 # Which kernel each part of the table is for.
-KERNELS = {"selected_fwd": "bsa_selected_fwd_kernel", "selected_bwd": "bsa_selected_bwd_kernel", "choose": "bsa_choose_kernel"}
+KERNELS = {
+    "selected_fwd": "bsa_selected_fwd_kernel",
+    "selected_bwd": "bsa_selected_bwd_kernel",
+    "choose": "bsa_choose_kernel",
+}
 
 
-def _both(architecture: int, label: str, dtype: torch.dtype, channels: int, values: int, block: int, packed: bool) -> list[Labelled]:
+def _both(
+    architecture: int, label: str, dtype: torch.dtype, channels: int, values: int, block: int, packed: bool
+) -> list[Labelled]:
     q, v, gate = rows(channels, dtype), rows(values, dtype), torch.empty(TOKENS, HEADS, dtype=dtype, device="meta")
     cu = offsets(BATCH + 1) if packed else None
     if not packed:
@@ -24,8 +30,12 @@ def _both(architecture: int, label: str, dtype: torch.dtype, channels: int, valu
     options, gates = Options(COUNT, block, WINDOW, 0.1, True), (gate, gate, None)
     results: list[Results] = []
     return [
-        *captured(architecture, label, "forward", lambda: results.append(launch.forward(q, q, v, v, gates, cu, options))),
-        *captured(architecture, label, "backward", lambda: launch.backward(v, q, q, v, v, gates, *results[0][1:], cu, options)),
+        *captured(
+            architecture, label, "forward", lambda: results.append(launch.forward(q, q, v, v, gates, cu, options))
+        ),
+        *captured(
+            architecture, label, "backward", lambda: launch.backward(v, q, q, v, v, gates, *results[0][1:], cu, options)
+        ),
     ]
 
 

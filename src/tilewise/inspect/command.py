@@ -69,7 +69,10 @@ def _check(request: Request) -> None:
     if request.check:
         given = [request.operator, request.impl, request.architectures, request.config, request.direction, request.diff]
         if any(value is not None for value in given) or request.sass or request.dtype != "bf16":
-            raise UsageError("--check compiles the default configurations of all operators: it takes --update and --json, nothing else")
+            raise UsageError(
+                "--check compiles the default configurations of all operators: it takes --update and --json, nothing"
+                " else"
+            )
     elif request.operator is None:
         raise UsageError(f"name an operator, one of {', '.join(PLACES)}; or a file that --json wrote; or --check")
     if request.direction not in (None, "forward", "backward"):
@@ -79,18 +82,30 @@ def _check(request: Request) -> None:
     if request.json and (request.json.is_dir() or not request.json.parent.is_dir()):
         raise UsageError(f"{request.json}: expected the name of a file in a folder that there is")
     if request.config and not request.impl and not request.config.isdecimal():
-        raise UsageError(f"--config {request.config}: expected the number of a configuration, as tilewise sanity OP --list has them")
+        raise UsageError(
+            f"--config {request.config}: expected the number of a configuration, as tilewise sanity OP --list has them"
+        )
     if request.diff and not _is_file(request.diff):
         _check_other(request, request.diff)
-    if request.operator and _is_file(request.operator) and (request.impl or request.config or request.sass or request.json):
-        raise UsageError(f"{request.operator} is compiled already: --impl, --config, --sass and --json go with the name of an operator")
+    if (
+        request.operator
+        and _is_file(request.operator)
+        and (request.impl or request.config or request.sass or request.json)
+    ):
+        raise UsageError(
+            f"{request.operator} is compiled already: --impl, --config, --sass and --json go with the name of an"
+            " operator"
+        )
 
 
 def _check_other(request: Request, word: str) -> None:
     if request.operator and _is_file(request.operator):
         raise UsageError(f"--diff {word}: {request.operator} is a saved file, so expected another one")
     if ":" not in word and (request.impl or not request.config or not word.isdecimal()):
-        raise UsageError(f"--diff {word}: expected FILE.py:FUNCTION or a file that --json wrote, or beside --config I the number of another one")
+        raise UsageError(
+            f"--diff {word}: expected FILE.py:FUNCTION or a file that --json wrote, or beside --config I the number of"
+            " another one"
+        )
 
 
 def _is_file(word: str) -> bool:
@@ -125,7 +140,9 @@ def _others(request: Request, word: str, console: Console) -> list[Row]:
         return _kept(request, read_rows(Path(word)))
     assert request.operator is not None
     if ":" in word:
-        return _rows(replace(request, impl=word, config=request.config if request.impl else None), request.operator, console)
+        return _rows(
+            replace(request, impl=word, config=request.config if request.impl else None), request.operator, console
+        )
     return _rows(replace(request, config=word), request.operator, console)
 
 
@@ -146,7 +163,9 @@ def _compile(wanted: Wanted, architectures: Sequence[int], console: Console) -> 
 
 
 def _hold_to_allowances(request: Request, console: Console) -> bool:
-    rows = _compile(Wanted(allowances.OPERATORS, every=False, wide=allowances.WIDE, mix=False), allowances.ARCHITECTURES, console)
+    rows = _compile(
+        Wanted(allowances.OPERATORS, every=False, wide=allowances.WIDE, mix=False), allowances.ARCHITECTURES, console
+    )
     if request.json:
         write_rows(request.json, rows, environment() | {"kernels": "compiled"}, request.command)
     if request.update:
@@ -157,7 +176,13 @@ def _hold_to_allowances(request: Request, console: Console) -> bool:
     for line in lines:
         console.print(f"✗ {line}", markup=False, highlight=False)
     if allowed.ptxas != now.ptxas:
-        console.print(f"the allowances are of ptxas {allowed.ptxas}; here it is {now.ptxas}", markup=False, highlight=False)
-    verdict = f"FAIL: {len(lines)} findings in {len(rows)} kernels" if lines else f"PASS: all {len(rows)} kernels keep to the allowances"
+        console.print(
+            f"the allowances are of ptxas {allowed.ptxas}; here it is {now.ptxas}", markup=False, highlight=False
+        )
+    verdict = (
+        f"FAIL: {len(lines)} findings in {len(rows)} kernels"
+        if lines
+        else f"PASS: all {len(rows)} kernels keep to the allowances"
+    )
     console.print(verdict, highlight=False)
     return not lines

@@ -1,4 +1,6 @@
-"""Compiles launches for any GPU on a machine that has none, through Triton's ordinary path, and reads off what they use."""
+"""Compiles launches for any GPU on a machine that has none, through Triton's ordinary path, and reads off what they
+use.
+"""
 
 import contextlib
 import io
@@ -17,7 +19,9 @@ from tilewise.ops._host.launching import Launch
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as Triton compiled it for one architecture; `log` is what ptxas said, empty where Triton had the kernel in its cache."""
+    """One kernel as Triton compiled it for one architecture; `log` is what ptxas said, empty where Triton had the
+    kernel in its cache.
+    """
 
     kernel: Any
     architecture: int
@@ -34,18 +38,27 @@ class Compiled:
         return bytes(self.kernel.asm["cubin"])
 
     def _multiplies(self) -> bool:
-        """Whether it multiplies matrices. Gluon begins with the second of Triton's languages, where the product has the unit's name."""
+        """Whether it multiplies matrices.
+
+        Gluon begins with the second of Triton's languages, where the product has the unit's name.
+        """
         asm = self.kernel.asm
         return "tt.dot" in asm["ttir"] if "ttir" in asm else "warp_group_dot " in asm["ttgir"]
 
     def facts(self) -> Facts:
         """What it uses."""
         name, ptx = self.kernel.metadata.name, self.ptx
-        spilled = re.search(rf"Function properties for {re.escape(name)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads", self.log, re.DOTALL)
+        spilled = re.search(
+            rf"Function properties for {re.escape(name)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads",
+            self.log,
+            re.DOTALL,
+        )
         registers = re.search(r"Used (\d+) registers", self.log)
         threads = re.search(r"\.(?:req|max)ntid (\d+)", ptx)
         if spilled is None or registers is None or threads is None:
-            raise RuntimeError(f"ptxas said nothing of registers for {name} on sm_{self.architecture}: {self.log.strip()}")
+            raise RuntimeError(
+                f"ptxas said nothing of registers for {name} on sm_{self.architecture}: {self.log.strip()}"
+            )
         return Facts(
             kernel=name,
             architecture=self.architecture,
@@ -105,7 +118,8 @@ def without_driver(architecture: int) -> Iterator[None]:
 
 
 def compile_launch(launch: Launch, architecture: int, always: bool = False) -> Compiled:
-    """Compile a launch (its tensors may be on the `meta` device) for an architecture, 90 for an H100. Needs a process that does not interpret.
+    """Compile a launch (its tensors may be on the `meta` device) for an architecture, 90 for an H100. Needs a process
+    that does not interpret.
 
     `always` compiles what Triton has in its cache too, for what ptxas says is not kept there.
     """
@@ -114,12 +128,20 @@ def compile_launch(launch: Launch, architecture: int, always: bool = False) -> C
     said = io.StringIO()
     if always:
         launch.kernel.device_caches.clear()
-    with without_driver(architecture), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(said):
+    with (
+        without_driver(architecture),
+        triton.knobs.nvidia.scope(),
+        triton.knobs.compilation.scope(),
+        contextlib.redirect_stdout(said),
+    ):
         triton.knobs.nvidia.dump_ptxas_log = True
         if always:
             triton.knobs.compilation.always_compile = True
         kernel = launch.kernel.warmup(grid=(1,), **launch.arguments)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
     if kernel.metadata.target.arch != architecture:
-        raise RuntimeError(f"this process has compiled for sm_{kernel.metadata.target.arch}: compile for sm_{architecture} in another one")
+        raise RuntimeError(
+            f"this process has compiled for sm_{kernel.metadata.target.arch}: compile for sm_{architecture} in"
+            " another one"
+        )
     return Compiled(kernel, architecture, said.getvalue())

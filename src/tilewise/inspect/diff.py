@@ -6,7 +6,8 @@ from tilewise.inspect.facts import Facts, fits, occupancy
 from tilewise.inspect.request import Row
 from tilewise.inspect.text import units
 
-# By what a kernel is found on the other side, the surest first; the last pairs kernels of different names in their order.
+# By what a kernel is found on the other side, the surest first; the last pairs kernels of different names in their
+# order.
 _KEYS: tuple[Callable[[Row], Hashable], ...] = (
     lambda row: (row.architecture, row.operator, row.label, row.direction, row.kernel),
     # A configuration's number changes with the table.
@@ -73,4 +74,8 @@ def _values(facts: Facts) -> dict[str, object]:
         "ptxas": facts.ptxas,
     }
     values |= facts.mix or {}
-    return values | {"blocks of a processor": filled.blocks, "warps of a processor": filled.warps, "limited by": filled.limit}
+    return values | {
+        "blocks of a processor": filled.blocks,
+        "warps of a processor": filled.warps,
+        "limited by": filled.limit,
+    }

@@ -1,4 +1,6 @@
-"""What one compiled kernel uses, and the GPUs it may run on: what each offers, and how many blocks of the kernel it holds at a time."""
+"""What one compiled kernel uses, and the GPUs it may run on: what each offers, and how many blocks of the kernel it
+holds at a time.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +9,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Facts:
-    """One kernel on one architecture: registers a thread, bytes spilt by a thread, bytes of shared memory, columns of tensor memory, warps of a
-    block; whether it multiplies matrices, and by what. `ptxas` is the assembler's version; `mix` counts the instructions of its SASS, None where
-    nobody asked."""
+    """One kernel on one architecture: registers a thread, bytes spilt by a thread, bytes of shared memory, columns of
+    tensor memory, warps of a block; whether it multiplies matrices, and by what. `ptxas` is the assembler's version;
+    `mix` counts the instructions of its SASS, None where nobody asked.
+    """
 
     kernel: str
     architecture: int
@@ -30,7 +33,9 @@ class Facts:
 
 
 class Card(NamedTuple):
-    """What GPUs of one compute capability offer: shared memory of a block and of a processor in bytes, warps and blocks of a processor."""
+    """What GPUs of one compute capability offer: shared memory of a block and of a processor in bytes, warps and blocks
+    of a processor.
+    """
 
     examples: str
     shared_memory: int
@@ -48,8 +53,9 @@ CARDS = {
     100: Card("B100, B200", 227 << 10, 228 << 10, 64, 32),
     120: Card("RTX 50", 99 << 10, 100 << 10, 48, 24),
 }
-# Of every one of them: registers of a processor, which are handed out to warps by the unit, to its four quarters alike; the bytes that shared memory
-# comes in, and that each block takes beside its own; columns of tensor memory of a processor, where it has any.
+# Of every one of them: registers of a processor, which are handed out to warps by the unit, to its four quarters alike;
+# the bytes that shared memory comes in, and that each block takes beside its own; columns of tensor memory of a
+# processor, where it has any.
 REGISTERS, REGISTER_UNIT, QUARTERS = 65536, 256, 4
 SHARED_UNIT, SHARED_OF_BLOCK = 128, 1024
 TENSOR_COLUMNS = 512
@@ -76,7 +82,9 @@ def occupancy(facts: Facts) -> Occupancy:
         "warps": card.warps // facts.warps,
         "blocks": card.blocks,
         "registers": warps_of_quarter * QUARTERS // facts.warps,
-        "shared memory": card.shared_memory_all // (_whole(facts.shared_memory, SHARED_UNIT) + SHARED_OF_BLOCK) if fits(facts) else 0,
+        "shared memory": card.shared_memory_all // (_whole(facts.shared_memory, SHARED_UNIT) + SHARED_OF_BLOCK)
+        if fits(facts)
+        else 0,
     }
     if facts.tensor_memory:
         limits["tensor memory"] = TENSOR_COLUMNS // facts.tensor_memory

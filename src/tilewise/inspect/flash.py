@@ -42,7 +42,9 @@ def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str)
 
 
 def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, variant: str) -> list[Labelled]:
-    """The same by the kernels for Hopper: the backward in every order; those that do not serve the problem are left out."""
+    """The same by the kernels for Hopper: the backward in every order; those that do not serve the problem are left
+    out.
+    """
     inputs = _inputs(dtype, channels, values, variant)
     o, lse = _results(inputs)
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
@@ -53,7 +55,10 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
         if families.takes("backward", inputs):
             orders = get_args(Order) if inputs.left is None else ("fixed",)
             found += captured(
-                architecture, label, "backward", lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders]
+                architecture,
+                label,
+                "backward",
+                lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders],
             )
     return found
 
@@ -78,7 +83,12 @@ def _rows(packed: bool, tokens: int, heads: int, channels: int, dtype: torch.dty
 
 
 def both(
-    architecture: int, label: str, inputs: launch.Inputs, fwd: Config | None = None, dkdv: Config | None = None, dq: Config | None = None
+    architecture: int,
+    label: str,
+    inputs: launch.Inputs,
+    fwd: Config | None = None,
+    dkdv: Config | None = None,
+    dq: Config | None = None,
 ) -> list[Labelled]:
     """Forward and backward, with the given tiles or those that configs choose."""
     o, lse = _results(inputs)
@@ -113,7 +123,9 @@ def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
 def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """One tile configuration, under a causal mask."""
     q = _rows(False, TOKENS, HEADS, entry.channels, dtype)
-    return with_tiles(entry, architecture, label, launch.make_inputs(q, q, q, None, None, True, -1, -1, entry.channels**-0.5, 0.0))
+    return with_tiles(
+        entry, architecture, label, launch.make_inputs(q, q, q, None, None, True, -1, -1, entry.channels**-0.5, 0.0)
+    )
 
 
 def hopper_defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
@@ -133,9 +145,16 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
     o, lse = _results(inputs)
     if isinstance(entry, ForwardEntry):
         config = entry.config
-        return captured(architecture, label, "forward", lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device))
+        return captured(
+            architecture,
+            label,
+            "forward",
+            lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device),
+        )
     tiles, order = entry.config, entry.order
-    found = captured(architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, order, tiles))
+    found = captured(
+        architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, order, tiles)
+    )
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 
 

@@ -36,7 +36,9 @@ def _both(
     """Forward and backward, with the given tiles or those that configs choose."""
     targets, reach, context = mask
     alpha = q.shape[-1] ** -0.5
-    inputs = launch.make_inputs(q, q, v, offsets(BATCH + 1), offsets(BATCH) if targets else None, LONGEST, alpha, True, reach, context)
+    inputs = launch.make_inputs(
+        q, q, v, offsets(BATCH + 1), offsets(BATCH) if targets else None, LONGEST, alpha, True, reach, context
+    )
     return [
         *captured(architecture, label, "forward", lambda: launch.forward(inputs, fwd)),
         *captured(architecture, label, "backward", lambda: launch.backward(inputs, v, dkdv, dq)),
@@ -46,7 +48,10 @@ def _both(
 def launches(architecture: int, dtype: torch.dtype, channels: int, values: int) -> list[Labelled]:
     """Under the causal mask; and with targets, a context and limited reach."""
     q, v, label = rows(channels, dtype), rows(values, dtype), f"D {channels}"
-    return [*_both(architecture, f"{label} causal", q, v, PLAIN), *_both(architecture, f"{label} targets", q, v, HISTORY)]
+    return [
+        *_both(architecture, f"{label} causal", q, v, PLAIN),
+        *_both(architecture, f"{label} targets", q, v, HISTORY),
+    ]
 
 
 def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
@@ -58,7 +63,9 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
     """One tile configuration, under the causal mask."""
     x = rows(entry.channels, dtype)
     kernel = "hstu_fwd_kernel" if entry.kernel == "fwd" else f"hstu_bwd_{entry.kernel}_kernel"
-    return [one for one in _both(architecture, label, x, x, PLAIN, **{entry.kernel: entry.config}) if one.name == kernel]
+    return [
+        one for one in _both(architecture, label, x, x, PLAIN, **{entry.kernel: entry.config}) if one.name == kernel
+    ]
 
 
 OPERATOR = Operator(defaults, configuration)

@@ -20,7 +20,9 @@ FORMAT = 2
 
 
 class Inspected(NamedTuple):
-    """What a kernel uses; its SASS, "" where nobody asked; and why there is neither SASS nor an instruction mix, "" where there is."""
+    """What a kernel uses; its SASS, "" where nobody asked; and why there is neither SASS nor an instruction mix, ""
+    where there is.
+    """
 
     facts: Facts
     sass: str = ""

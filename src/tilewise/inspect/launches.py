@@ -13,7 +13,9 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Labelled:
-    """A launch of one problem or configuration, `label`; the same kernel may be launched there in several ways, `name` tells them apart."""
+    """A launch of one problem or configuration, `label`; the same kernel may be launched there in several ways, `name`
+    tells them apart.
+    """
 
     label: str
     direction: Direction
@@ -45,7 +47,9 @@ def label_once(label: str, direction: Direction, launches: Iterable[Launch]) -> 
 def _specialised(launch: Launch) -> tuple[Any, ...]:
     # Options of a launch, such as its warps, are no parameters: their values count, as those of constants do.
     traits = {parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr}
-    return launch.kernel.__name__, *((name, _trait(value) if name in traits else repr(value)) for name, value in sorted(launch.arguments.items()))
+    return launch.kernel.__name__, *(
+        (name, _trait(value) if name in traits else repr(value)) for name, value in sorted(launch.arguments.items())
+    )
 
 
 def _trait(value: Any) -> Any:

@@ -50,7 +50,9 @@ def compressed_launches(architecture: int, dtype: torch.dtype, channels: int, gr
     return flash.both(architecture, f"compressed D {channels}", _windowed(channels, dtype, group))
 
 
-def _attending(architecture: int, label: str, inputs: selected.Inputs, order: selected.Order = "either") -> list[Labelled]:
+def _attending(
+    architecture: int, label: str, inputs: selected.Inputs, order: selected.Order = "either"
+) -> list[Labelled]:
     q, group = inputs.q, inputs.q.shape[-2] // KEY_HEADS
     o, lse = torch.empty_like(q), _lse(group)
     return [
@@ -74,22 +76,36 @@ def selected_launches(architecture: int, dtype: torch.dtype, channels: int, bloc
     return _attending(architecture, f"selected D {channels}", _named(architecture, dtype, channels, block, group))
 
 
-def _choosing(architecture: int, label: str, dtype: torch.dtype, channels: int, block: int, group: int) -> list[Labelled]:
-    q, k_cmp, sizes = _rows(KEY_HEADS * group, channels, dtype), _windows(channels, dtype), Sizes(SIZE, STRIDE, block, SLOTS, 1, 2)
-    return captured(architecture, label, "forward", lambda: choose.choose(q, k_cmp, _lse(group), None, None, sizes, channels**-0.5))
+def _choosing(
+    architecture: int, label: str, dtype: torch.dtype, channels: int, block: int, group: int
+) -> list[Labelled]:
+    q, k_cmp, sizes = (
+        _rows(KEY_HEADS * group, channels, dtype),
+        _windows(channels, dtype),
+        Sizes(SIZE, STRIDE, block, SLOTS, 1, 2),
+    )
+    return captured(
+        architecture, label, "forward", lambda: choose.choose(q, k_cmp, _lse(group), None, None, sizes, channels**-0.5)
+    )
 
 
 def around_launches(architecture: int, dtype: torch.dtype, channels: int, block: int, group: int) -> list[Labelled]:
     """What lies around the branches: means of windows, the choice of blocks, the gated sum."""
     label = f"around D {channels}"
-    k, k_cmp, o = _rows(KEY_HEADS, channels, dtype), _windows(channels, dtype), _rows(KEY_HEADS * group, channels, dtype)
+    k, k_cmp, o = (
+        _rows(KEY_HEADS, channels, dtype),
+        _windows(channels, dtype),
+        _rows(KEY_HEADS * group, channels, dtype),
+    )
     gate = torch.empty(1, TOKENS, KEY_HEADS * group, dtype=dtype, device="meta")
     return [
         *captured(architecture, label, "forward", lambda: launch.compress(k, None, None, SIZE, STRIDE)),
         *_choosing(architecture, label, dtype, channels, block, group),
         *captured(architecture, label, "forward", lambda: launch.combine([o, o, o], [gate, gate, gate])),
         *captured(architecture, label, "backward", lambda: launch.combine_backward(o, o, gate)),
-        *captured(architecture, label, "backward", lambda: launch.compress_backward(k_cmp, TOKENS, None, None, SIZE, STRIDE)),
+        *captured(
+            architecture, label, "backward", lambda: launch.compress_backward(k_cmp, TOKENS, None, None, SIZE, STRIDE)
+        ),
     ]
 
 
@@ -123,13 +139,20 @@ def selected_configuration(entry: Entry, label: str, architecture: int, dtype: t
     if entry.kernel == "scores":
         found = _choosing(card, label, dtype, entry.channels, BLOCK, GROUP)
     else:
-        found = _attending(card, label, _named(card, dtype, entry.channels, BLOCK, GROUP), "union" if "union" in entry.kernel else "lists")
+        found = _attending(
+            card,
+            label,
+            _named(card, dtype, entry.channels, BLOCK, GROUP),
+            "union" if "union" in entry.kernel else "lists",
+        )
     return [one for one in found if one.launch.kernel.__name__ == KERNELS[entry.kernel]]
 
 
 def _usual(of_width: Callable[..., list[Labelled]], *numbers: int) -> Callable[[int, torch.dtype], list[Labelled]]:
     """Those of 64 and of 128 channels."""
-    return lambda architecture, dtype: [one for width in (64, 128) for one in of_width(architecture, dtype, width, *numbers)]
+    return lambda architecture, dtype: [
+        one for width in (64, 128) for one in of_width(architecture, dtype, width, *numbers)
+    ]
 
 
 COMPRESSED = Operator(_usual(compressed_launches, GROUP), compressed_configuration)

@@ -1,4 +1,6 @@
-"""Operators whose kernels can be inspected, by name: each has a module here, imported when it is asked for, in a process that compiles."""
+"""Operators whose kernels can be inspected, by name: each has a module here, imported when it is asked for, in a
+process that compiles.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -25,7 +27,9 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Operator:
-    """What is launched for usual problems on an architecture, and with one tile configuration of the table that `tilewise sanity` lists."""
+    """What is launched for usual problems on an architecture, and with one tile configuration of the table that
+    `tilewise sanity` lists.
+    """
 
     defaults: Callable[[int, torch.dtype], list[Labelled]]
     configuration: Callable[[Any, str, int, torch.dtype], list[Labelled]] | None = None

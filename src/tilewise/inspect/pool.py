@@ -70,7 +70,9 @@ class _Worker:
         """Of a process that died."""
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
-        return f"the compiling process ended with code {self._process.wait()}: {lines[-1] if lines else 'it said nothing'}"
+        return (
+            f"the compiling process ended with code {self._process.wait()}: {lines[-1] if lines else 'it said nothing'}"
+        )
 
     def close(self) -> None:
         """End it."""
@@ -80,9 +82,13 @@ class _Worker:
 
 
 class Pool:
-    """All that is wanted, on several architectures; `advanced` is called with how many kernels are done and how many there are so far."""
+    """All that is wanted, on several architectures; `advanced` is called with how many kernels are done and how many
+    there are so far.
+    """
 
-    def __init__(self, wanted: Wanted, architectures: Sequence[int], advanced: Callable[[int, int], None] = lambda *_: None) -> None:
+    def __init__(
+        self, wanted: Wanted, architectures: Sequence[int], advanced: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
         self._wanted = wanted
         self._architectures = [_Architecture(number) for number in architectures]
         self._advanced = advanced
@@ -138,7 +144,8 @@ class Pool:
                 with self._lock:
                     architecture.rows[index] = row or dataclasses.replace(found[index], error=worker.last_words())
                     self._advanced(
-                        sum(len(one.rows) for one in self._architectures), sum(len(one.found) for one in self._architectures if one.found is not None)
+                        sum(len(one.rows) for one in self._architectures),
+                        sum(len(one.found) for one in self._architectures if one.found is not None),
                     )
                 if row is None:
                     return

@@ -1,4 +1,6 @@
-"""What anybody's function launches: every Triton kernel it calls is written down in place of being run, each configuration of an autotuner too."""
+"""What anybody's function launches: every Triton kernel it calls is written down in place of being run, each
+configuration of an autotuner too.
+"""
 
 import contextlib
 import copy
@@ -28,7 +30,11 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
     def run(kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **named: Any) -> None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
         # The next configuration of an autotuner may set another shape of a descriptor's tiles.
-        launches.append(Launch(kernel, 1, {name: copy.copy(x) if isinstance(x, TensorDescriptor) else x for name, x in values.items()}))
+        launches.append(
+            Launch(
+                kernel, 1, {name: copy.copy(x) if isinstance(x, TensorDescriptor) else x for name, x in values.items()}
+            )
+        )
 
     def tune(tuner: Any, *arguments: Any, **named: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
@@ -40,11 +46,18 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
             tuner.fn.run(*arguments, **chosen)
 
     capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(architecture, 10))
-    with mock.patch.object(JITFunction, "run", run), mock.patch.object(Autotuner, "run", tune), capability, without_driver(architecture):
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(Autotuner, "run", tune),
+        capability,
+        without_driver(architecture),
+    ):
         yield launches
 
 
-def implementation_launches(operator: str, implementation: str, case_name: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
+def implementation_launches(
+    operator: str, implementation: str, case_name: str, architecture: int, dtype: torch.dtype
+) -> list[Labelled]:
     """Forward and, where the function can be differentiated, backward. A UsageError says what is wrong with it."""
     suite: Suite = registry.find(operator).load("suite")
     try:
@@ -59,10 +72,16 @@ def implementation_launches(operator: str, implementation: str, case_name: str, 
         try:
             found = _call(function, case, architecture, dtype, torch.device(device))
         except Exception as error:
-            failures.append(f"on {device} tensors: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            failures.append(
+                f"on {device} tensors: {type(error).__name__}:"
+                f" {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
             continue
         if not found:
-            raise UsageError(f"--impl {implementation}: it launches no Triton kernel for the case {case.name}, so there is nothing to compile")
+            raise UsageError(
+                f"--impl {implementation}: it launches no Triton kernel for the case {case.name}, so there is nothing"
+                " to compile"
+            )
         return found
     raise UsageError(
         f"--impl {implementation}: it does not run with its kernels left out ({'; '.join(failures)}): "
@@ -70,7 +89,9 @@ def implementation_launches(operator: str, implementation: str, case_name: str, 
     )
 
 
-def _call(function: Callable[..., Any], case: Case, architecture: int, dtype: torch.dtype, device: torch.device) -> list[Labelled]:
+def _call(
+    function: Callable[..., Any], case: Case, architecture: int, dtype: torch.dtype, device: torch.device
+) -> list[Labelled]:
     problem = case.problem
     tensors = {name: _placed(x, dtype, device) for name, x in problem.tensors(_zeros).items()}
     leaves = [x for x in tensors.values() if x.requires_grad]

@@ -9,10 +9,11 @@ from tilewise.inspect.facts import Facts, fits, occupancy
 
 @dataclass(frozen=True)
 class Wanted:
-    """Operators; one implementation in place of ours, called for `case`; one configuration by number, else the defaults, and `every` one else.
+    """Operators; one implementation in place of ours, called for `case`; one configuration by number, else the
+    defaults, and `every` one else.
 
-    `wide` are architectures on which problems of 64 channels are left out. `direction` is both where it is empty. `mix` wants the instruction mix,
-    `sass` the SASS itself.
+    `wide` are architectures on which problems of 64 channels are left out. `direction` is both where it is empty. `mix`
+    wants the instruction mix, `sass` the SASS itself.
     """
 
     operators: tuple[str, ...]
@@ -29,7 +30,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of one problem or configuration on one architecture: what it uses, or why it does not compile, or has no instruction mix."""
+    """One kernel of one problem or configuration on one architecture: what it uses, or why it does not compile, or has
+    no instruction mix.
+    """
 
     architecture: int
     operator: str

@@ -1,4 +1,6 @@
-"""A kernel's SASS, as the disassembler inside the triton package writes it, and how many instructions of each kind it has."""
+"""A kernel's SASS, as the disassembler inside the triton package writes it, and how many instructions of each kind it
+has.
+"""
 
 import re
 import subprocess
@@ -36,6 +38,10 @@ def disassemble(cubin: bytes) -> str:
 
 
 def instruction_mix(sass: str) -> Mapping[str, int]:
-    """How many instructions of each of KINDS there are, and of all, as they stand in the code, not as often as they run."""
+    """How many instructions of each of KINDS there are, and of all, as they stand in the code, not as often as they
+    run.
+    """
     opcodes = _INSTRUCTION.findall(sass)
-    return {kind: sum(bool(pattern.match(opcode)) for opcode in opcodes) for kind, pattern in _PATTERNS.items()} | {"all": len(opcodes)}
+    return {kind: sum(bool(pattern.match(opcode)) for opcode in opcodes) for kind, pattern in _PATTERNS.items()} | {
+        "all": len(opcodes)
+    }

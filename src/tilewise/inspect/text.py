@@ -11,7 +11,15 @@ from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
 from tilewise.inspect.request import Row
 
 # Columns of the instruction mix: what they are called, and what they count.
-MIX = {"mma": "matrix", "ex2": "exp2", "fma": "fma", "ldg": "global loads", "lds": "shared loads", "st": "stores", "bar": "barriers"}
+MIX = {
+    "mma": "matrix",
+    "ex2": "exp2",
+    "fma": "fma",
+    "ldg": "global loads",
+    "lds": "shared loads",
+    "st": "stores",
+    "bar": "barriers",
+}
 COLUMNS = ("kernel", "regs", "spill", "shared", "matrix unit", *MIX, "occupancy")
 SHORT = {"shared memory": "shared", "tensor memory": "tensor"}
 
@@ -23,7 +31,12 @@ def kilobytes(count: int) -> str:
 
 def units(facts: Facts) -> str:
     """What multiplies, and whether tiles come through tensor descriptors."""
-    found = {"wgmma serialised": facts.wgmma_serialised, "wgmma": facts.wgmma, "tcgen05": facts.tcgen05, "mma": facts.mma}
+    found = {
+        "wgmma serialised": facts.wgmma_serialised,
+        "wgmma": facts.wgmma,
+        "tcgen05": facts.tcgen05,
+        "mma": facts.mma,
+    }
     unit = next((name for name, used in found.items() if used), "")
     return " ".join(filter(None, (unit, "tma" if facts.tma else "")))
 
@@ -51,9 +64,18 @@ def line(row: Row) -> str:
     if row.facts is None:
         return f"{start} does not compile: {row.error}"
     facts, filled, card = row.facts, occupancy(row.facts), CARDS[row.architecture]
-    spilled = f"spills {facts.spill_stores} bytes ({facts.spill_loads} loaded)" if facts.spill_stores or facts.spill_loads else "no spill"
+    spilled = (
+        f"spills {facts.spill_stores} bytes ({facts.spill_loads} loaded)"
+        if facts.spill_stores or facts.spill_loads
+        else "no spill"
+    )
     shared = f"{kilobytes(facts.shared_memory)} of {card.shared_memory >> 10} KB shared"
-    parts = [f"{facts.registers} registers", spilled, shared if fits(facts) else f"{shared}: DOES NOT FIT", units(facts)]
+    parts = [
+        f"{facts.registers} registers",
+        spilled,
+        shared if fits(facts) else f"{shared}: DOES NOT FIT",
+        units(facts),
+    ]
     if row.error:
         parts.append(f"no instruction mix: {row.error}")
     if facts.mix is not None:
@@ -65,7 +87,11 @@ def line(row: Row) -> str:
 def _table(architecture: int, rows: Sequence[Row]) -> Table:
     table = Table(title=card_line(architecture), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("kernel", "matrix unit", "occupancy") else "right", no_wrap=name != "kernel")
+        table.add_column(
+            name,
+            justify="left" if name in ("kernel", "matrix unit", "occupancy") else "right",
+            no_wrap=name != "kernel",
+        )
     errors: list[str] = []
     for place, group in groupby(rows, key=lambda row: (row.operator, row.label)):
         table.add_row(Text(" ".join(place), style="bold"))
@@ -85,7 +111,11 @@ def _cells(row: Row) -> Iterator[Text | str]:
         return
     facts, filled = row.facts, occupancy(row.facts)
     yield str(facts.registers)
-    yield Text(f"{facts.spill_stores}+{facts.spill_loads}", style="yellow") if facts.spill_stores or facts.spill_loads else "0"
+    yield (
+        Text(f"{facts.spill_stores}+{facts.spill_loads}", style="yellow")
+        if facts.spill_stores or facts.spill_loads
+        else "0"
+    )
     yield Text(kilobytes(facts.shared_memory), style="" if fits(facts) else "red")
     yield Text(units(facts), style="red" if facts.wgmma_serialised else "")
     yield from (("-" if facts.mix is None else str(facts.mix[kind])) for kind in MIX.values())

@@ -1,6 +1,7 @@
 """A process that compiles for one architecture: `python -m tilewise.inspect.worker`, where kernels are not interpreted.
 
-It reads what is wanted, a line of JSON, and answers with the kernels there are; then it reads numbers and answers with that kernel's row.
+It reads what is wanted, a line of JSON, and answers with the kernels there are; then it reads numbers and answers with
+that kernel's row.
 """
 
 import dataclasses
@@ -45,7 +46,11 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
     entries: list[Any] = list(enumerate(sanity.find(name).entries()))
     if wanted.config is None:
         # Those that are chosen on a card of this family.
-        entries = [(i, entry) for i, entry in entries if family(architecture) in entry.families and entry.element_size == dtype.itemsize]
+        entries = [
+            (i, entry)
+            for i, entry in entries
+            if family(architecture) in entry.families and entry.element_size == dtype.itemsize
+        ]
     elif not 0 <= wanted.config < len(entries):
         numbers = f"0 to {len(entries) - 1}, as tilewise sanity {name} --list numbers them"
         raise UsageError(f"there is no configuration {wanted.config}: expected {numbers}")
@@ -53,9 +58,13 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
         entries = [entries[wanted.config]]
         if entries[0][1].element_size != dtype.itemsize:
             other = "fp32" if entries[0][1].element_size == 4 else "bf16"
-            raise UsageError(f"configuration {wanted.config}, {entries[0][1].short}, is not for {wanted.dtype}: add --dtype {other}")
+            raise UsageError(
+                f"configuration {wanted.config}, {entries[0][1].short}, is not for {wanted.dtype}: add --dtype {other}"
+            )
     assert operator.configuration is not None
-    return found + [one for i, entry in entries for one in operator.configuration(entry, f"{i} {entry.short}", architecture, dtype)]
+    return found + [
+        one for i, entry in entries for one in operator.configuration(entry, f"{i} {entry.short}", architecture, dtype)
+    ]
 
 
 def row(operator: str, one: Labelled, architecture: int, wanted: Wanted) -> Row:
@@ -86,7 +95,14 @@ def main() -> None:
     except UsageError as error:
         answer({"usage": str(error)})
         return
-    answer({"found": [dataclasses.asdict(Row(architecture, operator, one.label, one.direction, one.name, None)) for operator, one in found]})
+    answer(
+        {
+            "found": [
+                dataclasses.asdict(Row(architecture, operator, one.label, one.direction, one.name, None))
+                for operator, one in found
+            ]
+        }
+    )
     for line in sys.stdin:
         operator, one = found[int(line)]
         answer(row(operator, one, architecture, wanted).as_json())

@@ -9,8 +9,9 @@ from torch import nn
 class WindowCompression(nn.Module):
     """Maps each window of keys to one key, and each window of values to one value: φ of arXiv 2502.11089.
 
-    A learned embedding of the place in the window is added to its tokens, which then go side by side through an MLP of one hidden layer, twice as
-    wide as the result. Keys and values have weights of their own; the kv heads share them, so that the size does not grow with the heads.
+    A learned embedding of the place in the window is added to its tokens, which then go side by side through an MLP of
+    one hidden layer, twice as wide as the result. Keys and values have weights of their own; the kv heads share them,
+    so that the size does not grow with the heads.
 
     Args:
         size: tokens in a window.
@@ -18,11 +19,19 @@ class WindowCompression(nn.Module):
     """
 
     def __init__(
-        self, size: int, key_dim: int, value_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        size: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.size, self.key_dim, self.value_dim = size, key_dim, value_dim
-        self.k_position, self.v_position = (nn.Parameter(torch.empty(size, d, device=device, dtype=dtype)) for d in (key_dim, value_dim))
+        self.k_position, self.v_position = (
+            nn.Parameter(torch.empty(size, d, device=device, dtype=dtype)) for d in (key_dim, value_dim)
+        )
         self.k_mlp, self.v_mlp = (
             nn.Sequential(
                 nn.Linear(size * d, 2 * d, device=device, dtype=dtype),

@@ -7,9 +7,11 @@ from tilewise.ops._host import checks
 
 
 class GateModel(nn.Module):
-    """Maps queries `[.., H, channels]` to three gates `[.., H]` between 0 and 1: g_cmp, g_slc and g_swa, as hstu_attention_with_bsa wants them.
+    """Maps queries `[.., H, channels]` to three gates `[.., H]` between 0 and 1: g_cmp, g_slc and g_swa, as
+    hstu_attention_with_bsa wants them.
 
-    An MLP of one hidden layer with SiLU, and a sigmoid. The heads share its weights, so that the size does not grow with them.
+    An MLP of one hidden layer with SiLU, and a sigmoid. The heads share its weights, so that the size does not grow
+    with them.
 
     Args:
         channels: channels of a query.
@@ -17,7 +19,12 @@ class GateModel(nn.Module):
     """
 
     def __init__(
-        self, channels: int, hidden: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        channels: int,
+        hidden: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         checks.check_whole(channels, "channels", 1)

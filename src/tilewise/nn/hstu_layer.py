@@ -1,4 +1,6 @@
-"""`HSTULayer`: norm, one projection, attention dense or block-sparse, gating by u, and a residual, over packed sequences."""
+"""`HSTULayer`: norm, one projection, attention dense or block-sparse, gating by u, and a residual, over packed
+sequences.
+"""
 
 from typing import Any, cast
 
@@ -18,18 +20,20 @@ EPS = 1e-6
 class HSTULayer(nn.Module):
     """A layer of HSTU (arXiv 2402.17152) over packed sequences: x `[N, width]` -> `[N, width]`.
 
-    `u, v, q, k = SiLU(projection of LN(x))`, then `x + dropout(projection of (LN(attention) · u))`. Block-sparse attention norms and multiplies by u
-    itself, each of its branches by its own norm without weights; gates come from a GateModel of q. The layer knows no positions but by the mask:
-    add embeddings of them to x where order matters.
+    `u, v, q, k = SiLU(projection of LN(x))`, then `x + dropout(projection of (LN(attention) · u))`. Block-sparse
+    attention norms and multiplies by u itself, each of its branches by its own norm without weights; gates come from a
+    GateModel of q. The layer knows no positions but by the mask: add embeddings of them to x where order matters.
 
     Args:
         width: channels of x and of the result.
-        heads: how many heads. With block-sparse attention they share blocks in pairs where there is an even number of them.
+        heads: how many heads. With block-sparse attention they share blocks in pairs where there is an even number of
+            them.
         attention_dim: channels of q and k in a head, by default `width // heads`.
         linear_dim: channels of u and v in a head, by default attention_dim.
         attention: `dense`, which is hstu_attention, or `block-sparse`, which is block_sparse_attn.
-        causal, max_attn_len, contextual_seq_len: as in hstu_attention. Block-sparse attention is causal, and takes neither of the others.
-        block_counts, block_size, window_size: as in block_sparse_attn; dense attention does not use them.
+        causal, max_attn_len, contextual_seq_len: as in hstu_attention. Block-sparse attention is causal, and takes
+        neither of the others. block_counts, block_size, window_size: as in block_sparse_attn; dense attention does not
+        use them.
         gate_hidden: the hidden layer of the GateModel, by default the GateModel's own; dense attention has no gates.
         dropout: how much of the result is dropped in training, before the residual.
         bias: whether the two projections have a bias.
@@ -61,7 +65,9 @@ class HSTULayer(nn.Module):
         checks.check_whole(width, "width", 1)
         checks.check_whole(heads, "heads", 1)
         if attention_dim is None and width % heads:
-            raise ValueError(f"width is {width} and heads is {heads}: give attention_dim where width is no multiple of heads")
+            raise ValueError(
+                f"width is {width} and heads is {heads}: give attention_dim where width is no multiple of heads"
+            )
         attention_dim = width // heads if attention_dim is None else attention_dim
         linear_dim = attention_dim if linear_dim is None else linear_dim
         for name, value in {"attention_dim": attention_dim, "linear_dim": linear_dim}.items():
@@ -77,12 +83,15 @@ class HSTULayer(nn.Module):
         checks.check_whole(window_size, "window_size", 0)
         checks.check_number(dropout, "dropout", minimum=0.0)
         if dropout >= 1:
-            raise ValueError(f"dropout is {dropout}: expected a number below 1, for nothing else of the layer would reach its result")
+            raise ValueError(
+                f"dropout is {dropout}: expected a number below 1, for nothing else of the layer would reach its result"
+            )
         sparse = attention == "block-sparse"
         if sparse and (not causal or max_attn_len or contextual_seq_len):
             raise ValueError(
-                f"causal is {causal}, max_attn_len is {max_attn_len} and contextual_seq_len is {contextual_seq_len}: block-sparse attention is "
-                "causal and has neither limit nor context; leave them at their defaults, or use attention='dense'"
+                f"causal is {causal}, max_attn_len is {max_attn_len} and contextual_seq_len is {contextual_seq_len}:"
+                " block-sparse attention is causal and has neither limit nor context; leave them at their defaults, or"
+                " use attention='dense'"
             )
         self.width, self.heads, self.attention_dim, self.linear_dim = width, heads, attention_dim, linear_dim
         self.attention = attention
@@ -113,23 +122,42 @@ class HSTULayer(nn.Module):
         if self.gate_model is not None:
             self.gate_model.reset_parameters()
 
-    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor, *, max_seq_len: int, num_targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, seq_offsets: torch.Tensor, *, max_seq_len: int, num_targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x `[N, width]`, all sequences end to end, with offsets `[B + 1]`; returns the same shape.
 
-        No sequence may be longer than max_seq_len, by which dense attention divides its weights. num_targets `[B]`, for dense attention alone, says
-        how many tokens at each sequence's end are targets, as in hstu_attention. Values are checked as there.
+        No sequence may be longer than max_seq_len, by which dense attention divides its weights. num_targets `[B]`, for
+        dense attention alone, says how many tokens at each sequence's end are targets, as in hstu_attention. Values are
+        checked as there.
         """
         self._check(x, seq_offsets, max_seq_len, num_targets)
         uvqk = nn.functional.silu(self.to_uvqk(self.norm_in(x)))
         channels = self.linear_dim, self.linear_dim, self.attention_dim, self.attention_dim
-        u, v, q, k = (part.unflatten(-1, (self.heads, -1)) for part in uvqk.split([self.heads * c for c in channels], dim=-1))
+        u, v, q, k = (
+            part.unflatten(-1, (self.heads, -1)) for part in uvqk.split([self.heads * c for c in channels], dim=-1)
+        )
         if self.gate_model is not None:
             interleave = self.heads % 2 == 0
-            named: dict[str, Any] = {**self.options, "interleave": interleave, "seq_offsets": seq_offsets, "backend": self.backend}
+            named: dict[str, Any] = {
+                **self.options,
+                "interleave": interleave,
+                "seq_offsets": seq_offsets,
+                "backend": self.backend,
+            }
             o, _ = block_sparse_attn(q, k, v, u, *self.gate_model(q), **named)
             attended = o.flatten(-2)
         else:
-            o = hstu_attention(q, k, v, seq_offsets, max_seq_len=max_seq_len, num_targets=num_targets, **self.options, backend=self.backend)
+            o = hstu_attention(
+                q,
+                k,
+                v,
+                seq_offsets,
+                max_seq_len=max_seq_len,
+                num_targets=num_targets,
+                **self.options,
+                backend=self.backend,
+            )
             attended = cast(nn.LayerNorm, self.norm_out)(o.flatten(-2)) * u.flatten(-2)
         return cast(torch.Tensor, x + self.dropout(self.to_out(attended)))
 
@@ -137,11 +165,13 @@ class HSTULayer(nn.Module):
         """The sizes, for repr."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return (
-            f"width={self.width}, heads={self.heads}, attention_dim={self.attention_dim}, linear_dim={self.linear_dim}, "
-            f"attention={self.attention!r}, {options}"
+            f"width={self.width}, heads={self.heads}, attention_dim={self.attention_dim}, linear_dim={self.linear_dim},"
+            f" attention={self.attention!r}, {options}"
         )
 
-    def _check(self, x: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, num_targets: torch.Tensor | None) -> None:
+    def _check(
+        self, x: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, num_targets: torch.Tensor | None
+    ) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}: expected a torch.Tensor")
         if x.dim() != 2 or x.shape[-1] != self.width:
@@ -150,7 +180,10 @@ class HSTULayer(nn.Module):
             return
         # What follows dense attention checks itself.
         if num_targets is not None:
-            raise ValueError("num_targets is given and attention is 'block-sparse', which knows no targets: leave it out, or use attention='dense'")
+            raise ValueError(
+                "num_targets is given and attention is 'block-sparse', which knows no targets: leave it out, or use"
+                " attention='dense'"
+            )
         checks.check_whole(max_seq_len, "max_seq_len", 0)
         checks.check_offsets_tensor(seq_offsets, "seq_offsets", x.device, x.shape[0])
         # torch.compile cannot look at values.

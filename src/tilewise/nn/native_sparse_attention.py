@@ -19,7 +19,8 @@ COMPRESSIONS = ("mean", "learned")
 class NativeSparseAttention(nn.Module):
     """Causal self-attention of arXiv 2502.11089 as a layer: x `[B, T, dim]` -> `[B, T, dim]`.
 
-    Keys are turned by their rotary positions before they are compressed, in training and in decoding alike, so that the cache holds turned keys.
+    Keys are turned by their rotary positions before they are compressed, in training and in decoding alike, so that the
+    cache holds turned keys.
 
     Args:
         dim: channels of x and of the result.
@@ -27,7 +28,8 @@ class NativeSparseAttention(nn.Module):
         kv_heads: key and value heads, a divisor of heads; by default heads.
         head_dim: channels of a query and a key, by default `dim // heads`.
         value_dim: channels of a value, by default head_dim.
-        compress_size, compress_stride, block_size, block_count, window_size, init_blocks, local_blocks: as in native_sparse_attention.
+        compress_size, compress_stride, block_size, block_count, window_size, init_blocks, local_blocks: as in
+        native_sparse_attention.
         compression: `mean`, or `learned`, which is a WindowCompression.
         rotary: turn queries and keys by their positions; head_dim must be even.
         rotary_base: the base of the rotary wavelengths.
@@ -74,7 +76,9 @@ class NativeSparseAttention(nn.Module):
             if value > checks.MAX_CHANNELS:
                 raise ValueError(f"{name} is {value}: expected 1 to {checks.MAX_CHANNELS}")
         if rotary and head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}: rotary positions turn pairs of channels; make it even, or set rotary=False")
+            raise ValueError(
+                f"head_dim is {head_dim}: rotary positions turn pairs of channels; make it even, or set rotary=False"
+            )
         checks.check_number(rotary_base, "rotary_base", minimum=1.0)
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression is {compression!r}: expected one of {', '.join(COMPRESSIONS)}")
@@ -97,12 +101,17 @@ class NativeSparseAttention(nn.Module):
         self.to_v = nn.Linear(dim, kv_heads * value_dim, bias=bias, device=device, dtype=dtype)
         self.to_gates = nn.Linear(dim, 3 * heads, bias=bias, device=device, dtype=dtype)
         self.to_out = nn.Linear(heads * value_dim, dim, bias=bias, device=device, dtype=dtype)
-        self.compression = WindowCompression(compress_size, head_dim, value_dim, device=device, dtype=dtype) if compression == "learned" else None
+        self.compression = (
+            WindowCompression(compress_size, head_dim, value_dim, device=device, dtype=dtype)
+            if compression == "learned"
+            else None
+        )
 
     def forward(
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, return_indices: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x `[B, T, dim]`, or packed `[N, dim]` with offsets cu_seqlens `[B + 1]`, positions counting from each sequence's start.
+        """x `[B, T, dim]`, or packed `[N, dim]` with offsets cu_seqlens `[B + 1]`, positions counting from each
+        sequence's start.
 
         Returns the same shape, and with return_indices also the chosen blocks, as native_sparse_attention gives them.
         """
@@ -117,7 +126,9 @@ class NativeSparseAttention(nn.Module):
         if self.compression is not None:
             size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
             k_cmp, v_cmp = self.compression(*(windows_of(part, size, stride, cu_seqlens) for part in (k, v)))
-            compressed = {"k_cmp": k_cmp, "v_cmp": v_cmp} if cu_seqlens is None else {"k_cmp": k_cmp[0], "v_cmp": v_cmp[0]}
+            compressed = (
+                {"k_cmp": k_cmp, "v_cmp": v_cmp} if cu_seqlens is None else {"k_cmp": k_cmp[0], "v_cmp": v_cmp[0]}
+            )
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_indices": return_indices, "backend": self.backend}
         result = native_sparse_attention(q, k, v, **gates, **compressed, **self.sizes, **options)
         if isinstance(result, tuple):
@@ -126,7 +137,9 @@ class NativeSparseAttention(nn.Module):
         return cast(torch.Tensor, self.to_out(result.flatten(-2)))
 
     def init_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> NSACache:
-        """An empty cache for `step`, for so many sequences of so many tokens; in the dtype of the weights, or autocast's inside autocast."""
+        """An empty cache for `step`, for so many sequences of so many tokens; in the dtype of the weights, or
+        autocast's inside autocast.
+        """
         weight = self.to_k.weight
         if dtype is None:
             casts = weight.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(weight.device.type)
@@ -136,19 +149,31 @@ class NativeSparseAttention(nn.Module):
 
     @torch.no_grad()
     def step(self, x: torch.Tensor, cache: NSACache, *, counts: torch.Tensor | None = None) -> torch.Tensor:
-        """What forward gives at the positions of new tokens x `[B, n, dim]`, which the cache takes up; no gradient passes.
+        """What forward gives at the positions of new tokens x `[B, n, dim]`, which the cache takes up; no gradient
+        passes.
 
         counts, int `[B]`, says how many of the n are real in each sequence, as in nsa_decode_step.
         """
         self._check_x(x, None)
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache is a {type(cache).__name__}: expected what init_cache returns")
-        if cache.compress is not self.compression or any(getattr(cache, name) != value for name, value in self.sizes.items()):
-            raise ValueError("the cache was made for another layer, with other sizes or another compression: make one with this layer's init_cache")
+        if cache.compress is not self.compression or any(
+            getattr(cache, name) != value for name, value in self.sizes.items()
+        ):
+            raise ValueError(
+                "the cache was made for another layer, with other sizes or another compression: make one with this"
+                " layer's init_cache"
+            )
         if x.shape[0] != cache.batch:
-            raise ValueError(f"x has batch {x.shape[0]} and the cache has {cache.batch}: they must be equal (got shape {list(x.shape)})")
+            raise ValueError(
+                f"x has batch {x.shape[0]} and the cache has {cache.batch}: they must be equal (got shape"
+                f" {list(x.shape)})"
+            )
         if x.device != cache.device:
-            raise ValueError(f"x is on {x.device} and the cache is on {cache.device}: move it there, or make a new cache where the layer is now")
+            raise ValueError(
+                f"x is on {x.device} and the cache is on {cache.device}: move it there, or make a new cache where the"
+                " layer is now"
+            )
         positions = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
         q, k, v, gates = self._project(x, positions)
         o = cast(torch.Tensor, nsa_decode_step(q, k, v, cache, **gates, counts=counts, backend=self.backend))
@@ -159,12 +184,16 @@ class NativeSparseAttention(nn.Module):
         sizes = ", ".join(f"{name}={value}" for name, value in self.sizes.items())
         compression = "mean" if self.compression is None else "learned"
         return (
-            f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, {sizes}, "
-            f"compression={compression!r}, rotary={self.rotary_base is not None}"
+            f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim},"
+            f" value_dim={self.value_dim}, {sizes}, compression={compression!r}, rotary={self.rotary_base is not None}"
         )
 
-    def _project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """q [.., T, heads, head_dim], k, v, and the gates [.., T, heads] of x [.., T, dim]; q and k turned by positions [.., T]."""
+    def _project(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """q [.., T, heads, head_dim], k, v, and the gates [.., T, heads] of x [.., T, dim]; q and k turned by positions
+        [.., T].
+        """
         q = self.to_q(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.to_k(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.to_v(x).unflatten(-1, (self.kv_heads, self.value_dim))

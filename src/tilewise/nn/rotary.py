@@ -4,9 +4,11 @@ import torch
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Turn channel i of x [.., T, H, D] and channel i + D / 2 by `position · base ** (-2i / D)`; positions [.., T]; D even.
+    """Turn channel i of x [.., T, H, D] and channel i + D / 2 by `position · base ** (-2i / D)`; positions [.., T]; D
+    even.
 
-    The angles are computed when they are wanted, in fp32 at least: a table kept beside 16-bit weights would be rounded with them.
+    The angles are computed when they are wanted, in fp32 at least: a table kept beside 16-bit weights would be rounded
+    with them.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     half = x.shape[-1] // 2

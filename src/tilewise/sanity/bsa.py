@@ -1,4 +1,6 @@
-"""The tile configurations of block-sparse attention's own kernels: of the selected branch, run in the whole operator, and of the choice of blocks."""
+"""The tile configurations of block-sparse attention's own kernels: of the selected branch, run in the whole operator,
+and of the choice of blocks.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +19,8 @@ from tilewise.sanity.nsa_selected import CARDS
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 
-# Blocks of BLOCK keys, of which COUNT are attended to; of SMALL_BLOCK, so that few tokens make two tiles of them, where blocks are chosen.
+# Blocks of BLOCK keys, of which COUNT are attended to; of SMALL_BLOCK, so that few tokens make two tiles of them, where
+# blocks are chosen.
 HEADS, BLOCK, COUNT, SMALL_BLOCK = 2, 32, 3, 4
 
 
@@ -54,7 +57,9 @@ class Entry(NamedTuple):
     def _tiles(self) -> tuple[int, int]:
         """Rows of all tiles that stay, and of all that stream."""
         rows, keys = self.config.block_m, self._keys
-        return {"selected_fwd": (2 * keys, rows), "selected_bwd": (2 * keys, 2 * rows), "choose": (rows, keys)}[self.kernel]
+        return {"selected_fwd": (2 * keys, rows), "selected_bwd": (2 * keys, 2 * rows), "choose": (rows, keys)}[
+            self.kernel
+        ]
 
     @property
     def step_bytes(self) -> int:
@@ -63,7 +68,9 @@ class Entry(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages holds n - 1 ahead)."""
+        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        holds n - 1 ahead).
+        """
         stay, stream = self._tiles
         return (stay + max(1, self.config.num_stages - 1) * stream) * self.channels * self.element_size
 
@@ -85,25 +92,35 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """Every configuration of the table as some card takes it, once."""
     rows = [(kernel, size, channels, card) for card in CARDS.values() for size, kernel in TABLE for channels in WIDTHS]
-    found = dict.fromkeys(Entry(kernel, size, channels, configs.choose(kernel, channels, size, card)) for kernel, size, channels, card in rows)
+    found = dict.fromkeys(
+        Entry(kernel, size, channels, configs.choose(kernel, channels, size, card))
+        for kernel, size, channels, card in rows
+    )
     return [entry for entry in found if entry.fits()]
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome] | list[Choice]:
     """What this configuration makes; `small` is two tiles of queries, else 37 tokens more."""
     with as_if_on(CARDS[entry.families[0]]):
-        return _choose(entry, small, fill_rule, device) if entry.kernel == "choose" else _attend(entry, small, fill_rule, device)
+        return (
+            _choose(entry, small, fill_rule, device)
+            if entry.kernel == "choose"
+            else _attend(entry, small, fill_rule, device)
+        )
 
 
 def _attend(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
     shape = (1, 2 * max(entry.config.block_m, BLOCK) + (0 if small else 37), HEADS, entry.channels)
     q, k, v, u, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, u=shape, do=shape)
     options = Options(COUNT, BLOCK, 0, entry.channels**-0.5, interleave=True)
-    # A compressed branch of 0 leaves the selected one alone: its own rounding, which layer norm may make large, would hide what is wrong.
+    # A compressed branch of 0 leaves the selected one alone: its own rounding, which layer norm may make large, would
+    # hide what is wrong.
     gates = (torch.zeros_like(q[..., 0]), None, None)
     made = launch.forward(q, k, v, u, gates, None, options)
 
-    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor]:
+    def reference(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor]:
         attend = partial(block_sparse_attn, block_indices=made.block_indices, compute_dtype=compute_dtype)
         return (attend(q, k, v, u.to(q.dtype), gates[0].to(q.dtype), None, None, COUNT, BLOCK)[0],)
 
@@ -116,10 +133,19 @@ def _attend(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
 def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Choice]:
     # Two tiles of blocks at least.
     tokens = max(2 * entry.config.block_m, SMALL_BLOCK * (entry.config.block_n + 2)) + (0 if small else 37)
-    q, k = filled(entry.element_size, fill_rule, device, q=(1, tokens, HEADS, entry.channels), k=(1, tokens, HEADS, entry.channels))
+    q, k = filled(
+        entry.element_size,
+        fill_rule,
+        device,
+        q=(1, tokens, HEADS, entry.channels),
+        k=(1, tokens, HEADS, entry.channels),
+    )
     k_cmp = compress(k, None, None, SMALL_BLOCK, SMALL_BLOCK)
     _, indices = selected.choose(q, k_cmp, None, None, COUNT, SMALL_BLOCK, 1, entry.channels**-0.5)
-    truth, eager = choice_scores(q.double(), k.double(), block_size=SMALL_BLOCK), choice_scores(q, k, block_size=SMALL_BLOCK, compute_dtype=q.dtype)
+    truth, eager = (
+        choice_scores(q.double(), k.double(), block_size=SMALL_BLOCK),
+        choice_scores(q, k, block_size=SMALL_BLOCK, compute_dtype=q.dtype),
+    )
     return [Choice(indices, truth, eager)]
 
 

@@ -27,16 +27,23 @@ def chosen(request: Request) -> list[tuple[int, Entry]]:
     if request.kernel is None:
         return table
     if not 0 <= request.kernel < len(table):
-        raise UsageError(f"there is no configuration {request.kernel}: expected 0 to {len(table) - 1}, as --list numbers them")
+        raise UsageError(
+            f"there is no configuration {request.kernel}: expected 0 to {len(table) - 1}, as --list numbers them"
+        )
     return [table[request.kernel]]
 
 
 def list_entries(request: Request) -> list[str]:
-    """A line each: operations and bytes of a step, shared memory that the tiles take, and the GPUs whose table has it."""
+    """A line each: operations and bytes of a step, shared memory that the tiles take, and the GPUs whose
+    table has it.
+    """
     lines = []
     entries = chosen(request)
     for number, entry in entries:
-        size = f"{entry.operations / 1e6:>7.2f} MFLOP {entry.step_bytes / 1024:>6.1f} KB a step {entry.shared_memory / 1024:>6.1f} KB shared"
+        size = (
+            f"{entry.operations / 1e6:>7.2f} MFLOP {entry.step_bytes / 1024:>6.1f} KB a step"
+            f" {entry.shared_memory / 1024:>6.1f} KB shared"
+        )
         lines.append(f"{_label(number, entry, entries)} {size}  {', '.join(entry.fits())}")
     return lines
 
@@ -58,5 +65,8 @@ def run_sanity(request: Request) -> Iterator[tuple[str, bool]]:
         outcomes = operators.find(request.operator).run(entry, request.small, request.fill, device)
         right = all(outcome.right for outcome in outcomes)
         details = [line for outcome in outcomes for line in outcome.where()] if request.diff else []
-        line = f"{'✓' if right else '✗'} {_label(number, entry, entries)} {'; '.join(outcome.text for outcome in outcomes)}"
+        line = (
+            f"{'✓' if right else '✗'} {_label(number, entry, entries)}"
+            f" {'; '.join(outcome.text for outcome in outcomes)}"
+        )
         yield "\n".join([line, *details]), right

@@ -39,7 +39,9 @@ Config = TypeVar("Config", bound=Tiles)
 
 @dataclass(frozen=True)
 class TiledEntry(Generic[Config]):
-    """One configuration: the kernel it is for, bytes an element, channels, the tiles, and the families of GPUs that it is chosen for."""
+    """One configuration: the kernel it is for, bytes an element, channels, the tiles, and the families of GPUs that it
+    is chosen for.
+    """
 
     kernel: Kernel
     element_size: int
@@ -51,9 +53,12 @@ class TiledEntry(Generic[Config]):
     def short(self) -> str:
         """One word."""
         dtype = "bf16" if self.element_size == 2 else "fp32"
-        tiles = f"{self.config.block_m}x{self.config.block_n}-w{self.config.num_warps}-s{self.config.num_stages}{'-tma' if self.config.tma else ''}"
+        config = self.config
+        tiles = (
+            f"{config.block_m}x{config.block_n}-w{config.num_warps}-s{config.num_stages}{'-tma' if config.tma else ''}"
+        )
         # Not every operator's configurations have a limit of registers.
-        registers = getattr(self.config, "registers", None)
+        registers = getattr(config, "registers", None)
         return f"{self.kernel}-{dtype}-d{self.channels}-{tiles}{f'-r{registers}' if registers else ''}"
 
     @property
@@ -70,9 +75,15 @@ class TiledEntry(Generic[Config]):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages holds n - 1 ahead)."""
+        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        holds n - 1 ahead).
+        """
         block_d, block_dv = tile_widths(self.channels, self.channels, self.element_size)
-        stay, stream = (self.config.block_n, self.config.block_m) if self.kernel == "dkdv" else (self.config.block_m, self.config.block_n)
+        stay, stream = (
+            (self.config.block_n, self.config.block_m)
+            if self.kernel == "dkdv"
+            else (self.config.block_m, self.config.block_n)
+        )
         kept = stay * (block_d if self.kernel == "fwd" else block_d + block_dv)
         return (kept + max(1, self.config.num_stages - 1) * stream * (block_d + block_dv)) * self.element_size
 
@@ -82,7 +93,9 @@ class TiledEntry(Generic[Config]):
 
 
 def entries_of(
-    keys: Iterable[tuple[Family, int, Kernel]], widths: Sequence[int], row: Callable[[Family, int, Kernel, int], Sequence[Config]]
+    keys: Iterable[tuple[Family, int, Kernel]],
+    widths: Sequence[int],
+    row: Callable[[Family, int, Kernel, int], Sequence[Config]],
 ) -> list[TiledEntry[Config]]:
     """Every configuration of a table, once: `row` gives those of a family, bytes an element, kernel and width."""
     families: dict[tuple[Kernel, int, int, Config], list[Family]] = {}

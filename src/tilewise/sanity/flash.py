@@ -47,7 +47,9 @@ def outcomes(entry: Entry, inputs: launch.Inputs, do: torch.Tensor, reference: R
     if entry.kernel == "fwd":
         return output_outcomes(launch.forward(inputs, config), reference, q, k, v)
     o, lse = launch.forward(inputs, configs.choose("fwd", inputs.problem(), architecture(device)))
-    gradients = launch.backward(inputs, o, lse, do, None, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None)
+    gradients = launch.backward(
+        inputs, o, lse, do, None, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None
+    )
     made = gradient_outcomes(gradients, reference, q, k, v, do)
     return made[:1] if entry.kernel == "dq" else made[1:]
 

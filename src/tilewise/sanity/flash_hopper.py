@@ -1,4 +1,6 @@
-"""Tiles of flash attention's kernels for Hopper, each run on a problem of its own; they have no interpreter, and want such a GPU."""
+"""Tiles of flash attention's kernels for Hopper, each run on a problem of its own; they have no interpreter, and want
+such a GPU.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +13,16 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs_hopper, launch
 from tilewise.ops.flash.configs import TINY_KEYS, Family
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, BACKWARD, FORWARD, FORWARD_CAPPED, FORWARD_SHORT, Backward, Forward, Order
+from tilewise.ops.flash.configs_hopper import (
+    ARCHITECTURE,
+    BACKWARD,
+    FORWARD,
+    FORWARD_CAPPED,
+    FORWARD_SHORT,
+    Backward,
+    Forward,
+    Order,
+)
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
@@ -101,7 +112,9 @@ class BackwardEntry(_Widths):
     def shared_memory(self) -> int:
         """Bytes that the tiles take, dSᵀ twice among them."""
         rows = self.config.slots * self.config.block_n + self.config.stages * self.config.block_m
-        return self.element_size * (rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n)
+        return self.element_size * (
+            rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n
+        )
 
     @property
     def tokens(self) -> int:
@@ -113,7 +126,9 @@ Entry = ForwardEntry | BackwardEntry
 
 
 def entries() -> list[Entry]:
-    """Every pair of widths: the forward's tiles, those under softcap and for few keys, and the backward in every order."""
+    """Every pair of widths: the forward's tiles, those under softcap and for few keys, and the backward in
+    every order.
+    """
     tables = (False, FORWARD), (True, FORWARD_CAPPED), (False, FORWARD_SHORT)
     return [
         *(ForwardEntry(*widths, capped, config) for capped, table in tables for widths, config in table.items()),
@@ -124,12 +139,20 @@ def entries() -> list[Entry]:
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
     """The tensors that this configuration makes; `small` is some whole tiles each way, else 37 tokens more."""
     if device.type != "cuda" or architecture(device) != ARCHITECTURE:
-        raise UsageError("these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list works anywhere")
+        raise UsageError(
+            "these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list"
+            " works anywhere"
+        )
     if not gluon.AVAILABLE:
         raise UsageError(f"these kernels are written in Gluon: {gluon.why_off()}")
     tokens = entry.tokens + (0 if small else 37)
     lead = (1, tokens, HEADS)
-    shapes = {"q": (*lead, entry.channels), "k": (*lead, entry.channels), "v": (*lead, entry.values), "do": (*lead, entry.values)}
+    shapes = {
+        "q": (*lead, entry.channels),
+        "k": (*lead, entry.channels),
+        "v": (*lead, entry.values),
+        "do": (*lead, entry.values),
+    }
     q, k, v, do = filled(entry.element_size, fill_rule, device, **shapes)
     softcap = SOFTCAP if isinstance(entry, ForwardEntry) and entry.capped else 0.0
     inputs = launch.make_inputs(q, k, v, None, None, True, -1, -1, entry.channels**-0.5, softcap)
@@ -137,7 +160,9 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     if isinstance(entry, ForwardEntry):
         return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
     o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
-    return gradient_outcomes(launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do)
+    return gradient_outcomes(
+        launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do
+    )
 
 
 def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""HSTU attention's tile configurations, each run on two problems of its own: under the plain causal mask, and with targets and a context."""
+"""HSTU attention's tile configurations, each run on two problems of its own: under the plain causal mask, and with
+targets and a context.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,8 @@ from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
 
 HEADS = 2
-# A short sequence that lies before the long one; of the long one so many tokens are targets, and so many of either the context.
+# A short sequence that lies before the long one; of the long one so many tokens are targets, and so many of either the
+# context.
 LEAD, TARGETS, CONTEXT = 5, 9, 3
 
 Entry = TiledEntry[Config]
@@ -38,11 +41,20 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     q, k, v, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, do=shape)
     targets = torch.tensor([1, TARGETS], device=device)
     plain = _outcomes(entry, tokens, None, 0, q, k, v, do)
-    return plain + [replace(one, name=f"{one.name} with targets") for one in _outcomes(entry, tokens, targets, CONTEXT, q, k, v, do)]
+    return plain + [
+        replace(one, name=f"{one.name} with targets") for one in _outcomes(entry, tokens, targets, CONTEXT, q, k, v, do)
+    ]
 
 
 def _outcomes(
-    entry: Entry, tokens: int, targets: torch.Tensor | None, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor
+    entry: Entry,
+    tokens: int,
+    targets: torch.Tensor | None,
+    context: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
 ) -> list[Outcome]:
     config, device = entry.config, q.device
     if config.tma and (device.type != "cuda" or architecture(device) < 90):
@@ -50,12 +62,18 @@ def _outcomes(
     offsets = torch.tensor([0, LEAD, LEAD + tokens], device=device)
 
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **precision: Any) -> tuple[torch.Tensor]:
-        return (hstu_attention(q, k, v, offsets, max_seq_len=tokens, num_targets=targets, contextual_seq_len=context, **precision),)
+        return (
+            hstu_attention(
+                q, k, v, offsets, max_seq_len=tokens, num_targets=targets, contextual_seq_len=context, **precision
+            ),
+        )
 
     inputs = launch.make_inputs(q, k, v, offsets, targets, tokens, entry.channels**-0.5, True, 0, context)
     if entry.kernel == "fwd":
         return output_outcomes([launch.forward(inputs, config)], reference, q, k, v)
-    gradients = launch.backward(inputs, do, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None)
+    gradients = launch.backward(
+        inputs, do, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None
+    )
     made = gradient_outcomes(gradients, reference, q, k, v, do)
     return made[:1] if entry.kernel == "dq" else made[1:]
 

@@ -15,7 +15,9 @@ SIZE, STRIDE = 32, 16
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes; `small` is two tiles of windows, one of them whole, else 37 tokens more."""
+    """The tensors that this configuration makes; `small` is two tiles of windows, one of them whole, else 37 tokens
+    more.
+    """
     tokens = max(2 * entry.config.block_m, STRIDE * (entry.config.block_n + 8)) + (0 if small else 37)
     windows = (1, window_count(tokens, SIZE, STRIDE), 1, entry.channels)
     queries = (1, tokens, HEADS, entry.channels)

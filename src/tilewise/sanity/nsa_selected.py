@@ -67,12 +67,16 @@ class Entry(NamedTuple):
 
     @property
     def step_bytes(self) -> int:
-        """Read from memory in one step: queries (and their gradients) in key order and for scores, a block of keys and values in query order."""
+        """Read from memory in one step: queries (and their gradients) in key order and for scores, a block of keys and
+        values in query order.
+        """
         return self._tiles[1] * self.channels * self.element_size
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages holds n - 1 ahead)."""
+        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        holds n - 1 ahead).
+        """
         stay, stream = self._tiles
         return (stay + max(1, self.config.num_stages - 1) * stream) * self.channels * self.element_size
 
@@ -81,7 +85,9 @@ class Entry(NamedTuple):
         """Those of GPUs that it is chosen for."""
         found: list[Family] = []
         for family, card in CARDS.items():
-            cut = 1 if self.kernel == "scores" else configs.parts_of_block(BLOCK, self.channels, self.element_size, card)
+            cut = (
+                1 if self.kernel == "scores" else configs.parts_of_block(BLOCK, self.channels, self.element_size, card)
+            )
             if cut and configs.choose(self.kernel, self.channels, self.element_size, card) == self.config:
                 found.append(family)
         return found
@@ -94,18 +100,27 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """Every configuration of the table as some card takes it, once."""
     rows = [(kernel, size, channels, card) for card in CARDS.values() for size, kernel in TABLE for channels in WIDTHS]
-    found = dict.fromkeys(Entry(kernel, size, channels, configs.choose(kernel, channels, size, card)) for kernel, size, channels, card in rows)
+    found = dict.fromkeys(
+        Entry(kernel, size, channels, configs.choose(kernel, channels, size, card))
+        for kernel, size, channels, card in rows
+    )
     return [entry for entry in found if entry.fits()]
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome] | list[Choice]:
-    """The tensors that this configuration makes; `small` is two blocks of keys, or two tiles of windows, else 37 tokens more."""
+    """The tensors that this configuration makes; `small` is two blocks of keys, or two tiles of windows, else 37 tokens
+    more.
+    """
     card = CARDS[entry.families[0]]
     if entry.config.tma and device.type == "cuda" and architecture(device) < 90:
         # A GPU without descriptors takes its own tiles in place of those that want them.
         card = architecture(device)
     with as_if_on(card):
-        return _choose(entry, small, fill_rule, device) if entry.kernel == "scores" else _attend(entry, small, fill_rule, device)
+        return (
+            _choose(entry, small, fill_rule, device)
+            if entry.kernel == "scores"
+            else _attend(entry, small, fill_rule, device)
+        )
 
 
 def _attend(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:

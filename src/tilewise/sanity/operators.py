@@ -1,4 +1,6 @@
-"""Operators whose tile configurations can be run, by name: each has a module of its own here, imported when it is asked for."""
+"""Operators whose tile configurations can be run, by name: each has a module of its own here, imported when it is asked
+for.
+"""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -46,7 +48,9 @@ class Entry(Protocol):
 
 @dataclass(frozen=True)
 class Operator:
-    """Every configuration of an operator's table, once; and `run`, which gives what one makes on a problem, small or not, filled by a rule."""
+    """Every configuration of an operator's table, once; and `run`, which gives what one makes on a problem, small or
+    not, filled by a rule.
+    """
 
     entries: Callable[[], Sequence[Entry]]
     run: Callable[[Any, bool, str, torch.device], Sequence[Outcome | Choice]]

@@ -18,7 +18,9 @@ Reference = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one tensor of one configuration came to, beside fp64 truth and what eager torch makes in the same precision."""
+    """What one tensor of one configuration came to, beside fp64 truth and what eager torch makes in the
+    same precision.
+    """
 
     name: str
     actual: torch.Tensor
@@ -28,7 +30,9 @@ class Outcome:
     @cached_property
     def _difference(self) -> torch.Tensor:
         actual = self.actual.double()
-        return torch.where(actual == self.truth, 0.0, (actual - self.truth).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return torch.where(actual == self.truth, 0.0, (actual - self.truth).abs()).nan_to_num(
+            nan=torch.inf, posinf=torch.inf
+        )
 
     @cached_property
     def bad(self) -> torch.Tensor:
@@ -50,7 +54,10 @@ class Outcome:
     def text(self) -> str:
         """How many are off, and the greatest difference."""
         count, largest = int(self.bad.sum()), self._difference.max().item() if self._difference.numel() else 0.0
-        return f"{self.name}: {count} of {self.bad.numel()} mismatched ({100 * count / max(self.bad.numel(), 1):.2f} %), max {largest:.2e}"
+        return (
+            f"{self.name}: {count} of {self.bad.numel()} mismatched ({100 * count / max(self.bad.numel(), 1):.2f} %),"
+            f" max {largest:.2e}"
+        )
 
     def where(self) -> list[str]:
         """Mismatches by row, head and channel, the most first; nothing where there are none."""
@@ -63,13 +70,18 @@ class Outcome:
             counts = self.bad.sum(dim=[other for other in range(-self.bad.ndim, 0) if other != axis])
             order = counts.argsort(descending=True, stable=True)[:MOST_LISTED]
             listed = ", ".join(f"{int(i)}: {int(counts[i])}" for i in order if counts[i])
-            lines.append(f"      {self.name} mismatches by {word}: {listed}{' ...' if int((counts > 0).sum()) > MOST_LISTED else ''}")
+            lines.append(
+                f"      {self.name} mismatches by {word}:"
+                f" {listed}{' ...' if int((counts > 0).sum()) > MOST_LISTED else ''}"
+            )
         return lines
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What blocks one configuration chose, beside their scores in fp64 and eager torch's: judged by score, as `verify.choices` does."""
+    """What blocks one configuration chose, beside their scores in fp64 and eager torch's: judged by score, as
+    `verify.choices` does.
+    """
 
     indices: torch.Tensor
     scores: torch.Tensor
@@ -101,16 +113,25 @@ def filled(element_size: int, fill_rule: str, device: torch.device, **shapes: tu
     return [fill(name, shape, 1.0).to(device, dtype) for name, shape in shapes.items()]
 
 
-def output_outcomes(actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Outcome]:
+def output_outcomes(
+    actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[Outcome]:
     """o, and lse where there is one, beside the reference's of q, k and v."""
     truth = reference(q.double(), k.double(), v.double())
     # LSEs are fp32 whatever the inputs are.
     eager = reference(q, k, v, compute_dtype=q.dtype)[0], *reference(q, k, v, compute_dtype=torch.float32)[1:]
-    return [Outcome(name, *values) for name, *values in zip(("o", "lse")[: len(truth)], actual, truth, eager, strict=True)]
+    return [
+        Outcome(name, *values) for name, *values in zip(("o", "lse")[: len(truth)], actual, truth, eager, strict=True)
+    ]
 
 
 def gradient_outcomes(
-    actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor
+    actual: Sequence[torch.Tensor],
+    reference: Reference,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
 ) -> list[Outcome]:
     """dq, dk and dv beside the reference's of q, k, v and the output's gradient."""
 
@@ -119,4 +140,7 @@ def gradient_outcomes(
         o = reference(*leaves, compute_dtype=dtype)[0]
         return torch.autograd.grad(o, leaves, do.to(dtype))
 
-    return [Outcome(*values) for values in zip(("dq", "dk", "dv"), actual, gradients(torch.float64), gradients(q.dtype), strict=True)]
+    return [
+        Outcome(*values)
+        for values in zip(("dq", "dk", "dv"), actual, gradients(torch.float64), gradients(q.dtype), strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""A kernel's named values, tile by tile, beside a simulation of the same tiling, and the first place where they part."""
+"""A kernel's named values, tile by tile, beside a simulation of the same tiling, and the first place
+where they part.
+"""
 
 from tilewise.trace.block import block_flash_attention
 from tilewise.trace.record import Event, Recording, record

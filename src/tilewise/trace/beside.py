@@ -21,7 +21,9 @@ Fit = Callable[[str, int | None, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is traced: its name, which part of the operator it is, its variables, their order in a step, and what a step is called."""
+    """A kernel that is traced: its name, which part of the operator it is, its variables, their order in a step, and
+    what a step is called.
+    """
 
     name: str
     part: str
@@ -30,7 +32,9 @@ class Kernel:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """That in which the values of a step depend on each other: as they are named, the first assignment of a variable before the last."""
+        """That in which the values of a step depend on each other: as they are named, the first assignment of a
+        variable before the last.
+        """
         return tuple(found for name in self.naming.step for found in (self.naming.first.get(name), name) if found)
 
 
@@ -48,11 +52,23 @@ def as_it_is(_name: str, _step: int | None, x: np.ndarray) -> np.ndarray:
     return x
 
 
-def beside(kernel: Kernel, place: str, found: tuple[Values, Lines], run: Simulation, fit: Fit, stored: Values, makers: Mapping[str, str]) -> Traced:
+def beside(
+    kernel: Kernel,
+    place: str,
+    found: tuple[Values, Lines],
+    run: Simulation,
+    fit: Fit,
+    stored: Values,
+    makers: Mapping[str, str],
+) -> Traced:
     """What was `found` of a program beside its simulation; `stored` are the results that lie in memory."""
     simulation, exact = arrays(run(lambda x: x)), arrays(run(lambda x: x.double()))
     values, lines = found
-    kept = {name: cropped(fit(*split_step(name), x), simulation[name].shape) for name, x in values.items() if name in simulation}
+    kept = {
+        name: cropped(fit(*split_step(name), x), simulation[name].shape)
+        for name, x in values.items()
+        if name in simulation
+    }
     counts = [sum(split_step(name)[0] == kernel.naming.anchor for name in names) for names in (values, simulation)]
     walked, steps = ({"steps": np.array([count], np.float64)} for count in counts)
     return Traced(
@@ -87,7 +103,9 @@ def padded(x: torch.Tensor, rows: int) -> np.ndarray:
 
 
 def only_present(present: torch.Tensor) -> Fit:
-    """Of rows that are put together those that exist, and 0 for an entry that no token has: what lies there was never written."""
+    """Of rows that are put together those that exist, and 0 for an entry that no token has: what lies there was never
+    written.
+    """
     there = present.cpu().numpy()
 
     def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:

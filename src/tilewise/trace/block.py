@@ -17,7 +17,8 @@ def warp_rows(block_m: int, n_warps: int, warp: int) -> slice:
     """The rows of a query tile that a warp owns."""
     if not 0 <= warp < n_warps or block_m % n_warps:
         raise ValueError(
-            f"warp {warp} of {n_warps} owns no whole rows of {block_m}: expected a warp from 0 to {n_warps - 1}, and warps that divide block_m"
+            f"warp {warp} of {n_warps} owns no whole rows of {block_m}: expected a warp from 0 to {n_warps - 1}, and"
+            " warps that divide block_m"
         )
     return slice(warp * (block_m // n_warps), (warp + 1) * (block_m // n_warps))
 
@@ -42,16 +43,18 @@ def block_flash_attention(
     fused_softmax: bool = True,
     reverse: bool = False,
 ) -> torch.Tensor:
-    """Flash attention of one head, tile by tile as a kernel does it: q [Tq, D], k [Tk, D], v [Tk, Dv] -> o [Tq, Dv] in q's dtype.
+    """Flash attention of one head, tile by tile as a kernel does it: q [Tq, D], k [Tk, D], v [Tk, Dv] -> o [Tq, Dv] in
+    q's dtype.
 
-    With `out`, every named value (Q, K_i, S_pre_scaling_i, S_i, M_i, L_i, P_i, V_i, O_scale_i, O_i, O_final, LSE) is written there, by query tile;
-    `warp` of `n_warps` keeps the rows that this warp owns. `fused_softmax` works in base 2 with scale · log2(e) folded in, else in base e;
-    `reverse` walks the key tiles from the last to the first.
+    With `out`, every named value (Q, K_i, S_pre_scaling_i, S_i, M_i, L_i, P_i, V_i, O_scale_i, O_i, O_final, LSE) is
+    written there, by query tile; `warp` of `n_warps` keeps the rows that this warp owns. `fused_softmax` works in base
+    2 with scale · log2(e) folded in, else in base e; `reverse` walks the key tiles from the last to the first.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.ndim != 2 or k.ndim != 2 or v.ndim != 2:
         raise ValueError(
-            f"expected one head, [T, D] each, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: index one batch entry and head"
+            f"expected one head, [T, D] each, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: index one"
+            " batch entry and head"
         )
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")

@@ -23,7 +23,9 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
         raise UsageError(f"there is no head {request.head}: expected 0 to {HEADS - 1}")
     segments = [number for number, segment in enumerate(case.segments()) if segment.head == request.head // case.shared]
     if not 0 <= request.program < len(segments):
-        raise UsageError(f"head {request.head} has {len(segments)} programs: expected --program 0 to {len(segments) - 1}")
+        raise UsageError(
+            f"head {request.head} has {len(segments)} programs: expected --program 0 to {len(segments) - 1}"
+        )
     tokens, block_size = case.q.shape[1], case.options.block_size
     # The sums' programs come round again.
     numbers = segments[request.program], request.program % -(-tokens * HEADS // SUMMED_ROWS)
@@ -47,12 +49,22 @@ def _case(request: Request) -> Case:
     check_tile("block_m", block_m)
     if block_size < 1:
         raise UsageError(f"--block-n {block_size}: expected a block of at least 1 key")
-    if not parts_of_block(block_size, max(tile_widths(CHANNELS, CHANNELS, request.precision.itemsize)), request.precision.itemsize, 90):
-        raise UsageError(f"--block-n {block_size}: so many keys fit no tile, nor can they be cut into equal parts that do; take a multiple of 16")
+    if not parts_of_block(
+        block_size, max(tile_widths(CHANNELS, CHANNELS, request.precision.itemsize)), request.precision.itemsize, 90
+    ):
+        raise UsageError(
+            f"--block-n {block_size}: so many keys fit no tile, nor can they be cut into equal parts that do; take a"
+            " multiple of 16"
+        )
     tokens = request.seq_blocks * block_m
     fill = make_fill(request.fill, request.seed)
-    q, k, v, u = (fill(name, (1, tokens, HEADS, CHANNELS), 1.0).to(request.device, request.precision) for name in "qkvu")
-    g_cmp, g_slc = (fill(name, (1, tokens, HEADS), 1.0).sigmoid().to(request.device, request.precision) for name in ("g_cmp", "g_slc"))
+    q, k, v, u = (
+        fill(name, (1, tokens, HEADS, CHANNELS), 1.0).to(request.device, request.precision) for name in "qkvu"
+    )
+    g_cmp, g_slc = (
+        fill(name, (1, tokens, HEADS), 1.0).sigmoid().to(request.device, request.precision)
+        for name in ("g_cmp", "g_slc")
+    )
     return Case(q, k, v, u, (g_cmp, g_slc), Options(COUNT, block_size, 0, CHANNELS**-0.5, interleave=True), block_m)
 
 

@@ -14,7 +14,18 @@ from tilewise.ops.flash.simulate import Named
 from tilewise.ops.nsa.selected import SUMMED_ROWS
 from tilewise.ops.nsa.simulate import Results as Entries
 from tilewise.ops.nsa.simulate import Segment, Tiling, segments
-from tilewise.trace.beside import Cast, Fit, Kernel, array, beside, only_present, padded, put_together, recorded, row_place
+from tilewise.trace.beside import (
+    Cast,
+    Fit,
+    Kernel,
+    array,
+    beside,
+    only_present,
+    padded,
+    put_together,
+    recorded,
+    row_place,
+)
 from tilewise.trace.record import record
 from tilewise.trace.request import Traced
 from tilewise.trace.values import Naming, Values
@@ -74,13 +85,17 @@ BACKWARD = Kernel(
     ),
     "step",
 )
-ADD_GRADIENTS = Kernel(SUM, "dq", Naming("dQ_part", {"dQ_part": ("b_dq",), "dQ": ("acc",)}, {"dQ_base": ("acc",)}), "slot")
+ADD_GRADIENTS = Kernel(
+    SUM, "dq", Naming("dQ_part", {"dQ_part": ("b_dq",), "dQ": ("acc",)}, {"dQ_base": ("acc",)}), "slot"
+)
 BY_KEY = ("K", "V", "dK", "dV")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch entry: q, k, v, u [1, T, H, D], gates [1, T, H] of the two branches; tiles of block_m rows for the selected one."""
+    """One batch entry: q, k, v, u [1, T, H, D], gates [1, T, H] of the two branches; tiles of block_m rows for the
+    selected one.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -110,7 +125,9 @@ class Case:
                 return configs.Config(block_m, 4, 1)
 
         chosen = self.results.block_indices[:, :: self.shared].transpose(1, 2)
-        return Tiled(*selected.make_inputs(self.q, self.k, self.v, chosen, None, self.options.block_size, self.options.scale))
+        return Tiled(
+            *selected.make_inputs(self.q, self.k, self.v, chosen, None, self.options.block_size, self.options.scale)
+        )
 
     @property
     def tiling(self) -> Tiling:
@@ -132,7 +149,8 @@ class Case:
     def together(self, results: Sequence[Entries], first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of all heads from each head's results."""
         shared = [
-            Entries(torch.cat([one.x for one in results[i : i + self.shared]], 2), results[i].present) for i in range(0, len(results), self.shared)
+            Entries(torch.cat([one.x for one in results[i : i + self.shared]], 2), results[i].present)
+            for i in range(0, len(results), self.shared)
         ]
         return put_together(shared, first, rows)
 
@@ -188,15 +206,34 @@ def trace_forward(case: Case, head: int, segment_number: int, sum_number: int) -
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         heads = (case.head(one, cast) for one in range(case.q.shape[2]))
-        found = [simulate.partial_outputs(q, k, v, case.chosen(one), case.tiling, case.options.scale) for one, (q, k, v) in enumerate(heads)]
+        found = [
+            simulate.partial_outputs(q, k, v, case.chosen(one), case.tiling, case.options.scale)
+            for one, (q, k, v) in enumerate(heads)
+        ]
         return case.together(found, first, rows)
 
     present = left(lambda x: x)[1]
     stored = {"O_final": array(o[0].flatten(0, 1)[first : first + rows])}
     place_of_segment = _segment_place(number, head, segment)
     return [
-        beside(FORWARD, place_of_segment, recorded(recording, FORWARD), of_segment, _only_existing(case, segment), {}, MAKERS),
-        beside(ADD, place, recorded(recording, ADD), lambda cast: simulate.add_slots(*left(cast), "O"), only_present(present), stored, MAKERS),
+        beside(
+            FORWARD,
+            place_of_segment,
+            recorded(recording, FORWARD),
+            of_segment,
+            _only_existing(case, segment),
+            {},
+            MAKERS,
+        ),
+        beside(
+            ADD,
+            place,
+            recorded(recording, ADD),
+            lambda cast: simulate.add_slots(*left(cast), "O"),
+            only_present(present),
+            stored,
+            MAKERS,
+        ),
         _trace_norm(case, segment.entries[-1][0]),
     ]
 
@@ -208,17 +245,23 @@ def _trace_norm(case: Case, token: int) -> Traced:
 
     def run(cast: Cast) -> Iterator[Named]:
         outputs = zip(("cmp", "slc"), (results.o_cmp, results.o_slc), case.gates, strict=True)
-        return simulate.norm({name: (cast(x[0, token]), cast(gate[0, token])) for name, x, gate in outputs}, cast(case.u[0, token]))
+        return simulate.norm(
+            {name: (cast(x[0, token]), cast(gate[0, token])) for name, x, gate in outputs}, cast(case.u[0, token])
+        )
 
     def one(_name: str, _step: int | None, x: np.ndarray) -> np.ndarray:
         return x[row]
 
     stored = {"O_final": array(results.o[0, token])}
-    traced = beside(NORM, f"program {program}, token {token}, all heads", recorded(recording, NORM), run, one, stored, NORM_MAKERS)
+    traced = beside(
+        NORM, f"program {program}, token {token}, all heads", recorded(recording, NORM), run, one, stored, NORM_MAKERS
+    )
     return replace(traced, beside=case.whole(token))
 
 
-def trace_backward(case: Case, do: torch.Tensor, base: torch.Tensor, head: int, segment_number: int, sum_number: int) -> list[Traced]:
+def trace_backward(
+    case: Case, do: torch.Tensor, base: torch.Tensor, head: int, segment_number: int, sum_number: int
+) -> list[Traced]:
     """One segment of a block's list, and the sum of what tokens' entries left of dQ.
 
     `do` is the gradient of the selected branch's output, `base` what another branch left of dQ.
@@ -232,7 +275,9 @@ def trace_backward(case: Case, do: torch.Tensor, base: torch.Tensor, head: int, 
 
     def of_segment(cast: Cast) -> Iterator[Named]:
         q, k, v, one = case.head(head, cast, do)
-        yield from simulate.backward_lists(q, k, v, one, segment.entries, segment.block, case.tiling, case.options.scale)
+        yield from simulate.backward_lists(
+            q, k, v, one, segment.entries, segment.block, case.tiling, case.options.scale
+        )
         yield from simulate.backward_block(q, k, v, one, parts, segment.block, case.tiling, case.options.scale)
 
     start = segment.block * case.tiling.block_size
@@ -242,7 +287,10 @@ def trace_backward(case: Case, do: torch.Tensor, base: torch.Tensor, head: int, 
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         heads = (case.head(one, cast, do) for one in range(case.q.shape[2]))
-        found = [simulate.partial_gradients(q, k, v, g, case.chosen(one), case.tiling, case.options.scale) for one, (q, k, v, g) in enumerate(heads)]
+        found = [
+            simulate.partial_gradients(q, k, v, g, case.chosen(one), case.tiling, case.options.scale)
+            for one, (q, k, v, g) in enumerate(heads)
+        ]
         return case.together(found, first, rows)
 
     present = left(lambda x: x)[1]
@@ -253,6 +301,14 @@ def trace_backward(case: Case, do: torch.Tensor, base: torch.Tensor, head: int, 
     final = {"dQ_final": array(dq[0].flatten(0, 1)[first : first + rows])}
     place_of_segment = _segment_place(number, head, segment)
     return [
-        beside(BACKWARD, place_of_segment, recorded(recording, BACKWARD), of_segment, _only_existing(case, segment), ends, MAKERS),
+        beside(
+            BACKWARD,
+            place_of_segment,
+            recorded(recording, BACKWARD),
+            of_segment,
+            _only_existing(case, segment),
+            ends,
+            MAKERS,
+        ),
         beside(ADD_GRADIENTS, place, recorded(recording, ADD_GRADIENTS), of_rows, only_present(present), final, MAKERS),
     ]

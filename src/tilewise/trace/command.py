@@ -44,7 +44,9 @@ def run_trace(request: Request) -> tuple[list[str], bool]:
     if request.html:
         from tilewise.trace.html import facts, render_html
 
-        page = render_html(shown, facts(request, about), low_precision, "other kernel" if request.against else "simulation")
+        page = render_html(
+            shown, facts(request, about), low_precision, "other kernel" if request.against else "simulation"
+        )
         request.html.write_text(page, encoding="utf-8")
         written.append(request.html)
     return [*lines, f"written: {', '.join(map(str, written))}"], agrees
@@ -64,9 +66,15 @@ def _check(request: Request, operator: Operator) -> None:
     if request.direction == "backward" and (request.impl or request.against):
         raise UsageError("--impl and --against trace forward kernels: leave out --direction backward")
     if not interpreting() and not operator.taps:
-        raise UsageError(f"the kernels of {request.operator} have no taps, so they are traced in Triton's interpreter alone: set TRITON_INTERPRET=1")
+        raise UsageError(
+            f"the kernels of {request.operator} have no taps, so they are traced in Triton's interpreter alone: set"
+            " TRITON_INTERPRET=1"
+        )
     if not interpreting() and (request.impl or request.against or not torch.cuda.is_available()):
-        raise UsageError("a kernel's values are recorded in Triton's interpreter: set TRITON_INTERPRET=1 (ours have taps, which need a GPU)")
+        raise UsageError(
+            "a kernel's values are recorded in Triton's interpreter: set TRITON_INTERPRET=1 (ours have taps, which need"
+            " a GPU)"
+        )
     if request.warp is not None and not 0 <= request.warp < request.warps:
         raise UsageError(f"there is no warp {request.warp}: expected 0 to {request.warps - 1}")
     if request.seq_blocks < 1:
@@ -84,7 +92,9 @@ def _warped(request: Request, traced: Traced) -> Traced:
     if request.warp is None or traced.at is None:
         return traced
     rows = warp_rows(traced.at[2], request.warps, request.warp)
-    kernel, simulation, exact, beside = (only_rows(values, rows) for values in (traced.kernel, traced.simulation, traced.exact, traced.beside))
+    kernel, simulation, exact, beside = (
+        only_rows(values, rows) for values in (traced.kernel, traced.simulation, traced.exact, traced.beside)
+    )
     place = f"{traced.place}, warp {request.warp} of {request.warps}"
     return replace(traced, place=place, kernel=kernel, simulation=simulation, exact=exact, beside=beside)
 
@@ -101,14 +111,20 @@ def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     beyond = row.difference / row.allowed if row.allowed else float("inf")
     lines = [
         f"✗ {where}: the first to part is {value} at {list(row.worst)}",
-        f"    kernel {row.kernel:.7g}, simulation {row.simulation:.7g}: {beyond:.3g} times what rounding allows; {row.bad} of {row.elements} are off",
+        (
+            f"    kernel {row.kernel:.7g}, simulation {row.simulation:.7g}: {beyond:.3g} times what rounding allows;"
+            f" {row.bad} of {row.elements} are off"
+        ),
     ]
     if row.name in traced.lines:
         lines.append(f"    made at {traced.lines[row.name]}")
     agreeing = _agreeing(rows, row.name, traced.order)
     if agreeing:
         lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")
-    return lines + [f"    {sentence}" for sentence in explain(row, traced.kernel, traced.simulation, traced.makers)], False
+    return (
+        lines + [f"    {sentence}" for sentence in explain(row, traced.kernel, traced.simulation, traced.makers)],
+        False,
+    )
 
 
 def _agreeing(rows: list[Row], first: str, order: tuple[str, ...]) -> list[str]:
@@ -117,4 +133,8 @@ def _agreeing(rows: list[Row], first: str, order: tuple[str, ...]) -> list[str]:
     if step is None:
         return []
     by_name = {row.name: row for row in rows}
-    return [f"{other}_{step}" for other in order[: order.index(name)] if f"{other}_{step}" in by_name and by_name[f"{other}_{step}"].agrees]
+    return [
+        f"{other}_{step}"
+        for other in order[: order.index(name)]
+        if f"{other}_{step}" in by_name and by_name[f"{other}_{step}"].agrees
+    ]

@@ -40,7 +40,11 @@ def explain(row: Row, kernel: Values, simulation: Values, makers: Mapping[str, s
     guess = _guess(row.name, name, step or 0, kernel, simulation)
     # The mask is told by what it does, wherever a kernel applies it.
     known = {**MAKERS, **makers}
-    maker = "" if guess.startswith("the mask") else f"{name} comes from {known.get(name, 'what follows the values that agree')}"
+    maker = (
+        ""
+        if guess.startswith("the mask")
+        else f"{name} comes from {known.get(name, 'what follows the values that agree')}"
+    )
     return [sentence for sentence in (guess, maker) if sentence]
 
 
@@ -69,9 +73,15 @@ def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) 
         if p is not None and _close(ours, p.sum(1)):
             return "L holds this block's sum alone"
     if name == "O_scale" and step and f"O_{step - 1}" in kernel and _close(ours, kernel[f"O_{step - 1}"]):
-        return f"everything is right until block {step - 1}, then O is off by a factor of exp(M_{step - 1} - M_{step}): the rescale of O is missing"
+        return (
+            f"everything is right until block {step - 1}, then O is off by a factor of exp(M_{step - 1} - M_{step}):"
+            " the rescale of O is missing"
+        )
     if name == "O" and step and _close(ours, _without_rescale(kernel, step)):
-        return f"everything is right until O_{step - 1}, to which this block's part is added as it is: the rescale of O is missing"
+        return (
+            f"everything is right until O_{step - 1}, to which this block's part is added as it is: the rescale of O is"
+            " missing"
+        )
     if full in ("dK_final", "dV_final"):
         other = "dV_final" if full == "dK_final" else "dK_final"
         if other in simulation and simulation[other].shape == ours.shape and _close(ours, simulation[other]):
@@ -86,7 +96,11 @@ def _close(a: np.ndarray, b: np.ndarray | None) -> bool:
         return False
     finite = np.isfinite(a) & np.isfinite(b)
     scale = np.abs(b[finite]).max(initial=0.0)
-    return bool(finite.any() and (np.isfinite(a) == np.isfinite(b)).all() and np.abs(a[finite] - b[finite]).max() <= CLOSE * scale)
+    return bool(
+        finite.any()
+        and (np.isfinite(a) == np.isfinite(b)).all()
+        and np.abs(a[finite] - b[finite]).max() <= CLOSE * scale
+    )
 
 
 def _row_maximum(kernel: Values, simulation: Values, step: int) -> np.ndarray | None:
@@ -130,13 +144,19 @@ def _zeroed(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 def _shifted(ours: np.ndarray, theirs: np.ndarray) -> str:
     for offset in (1, -1):
-        if ours.shape[0] > 2 and _close(ours[1:] if offset == 1 else ours[:-1], theirs[:-1] if offset == 1 else theirs[1:]):
+        if ours.shape[0] > 2 and _close(
+            ours[1:] if offset == 1 else ours[:-1], theirs[:-1] if offset == 1 else theirs[1:]
+        ):
             return f"is shifted by {offset} row"
     return ""
 
 
 def _factor(full: str, ours: np.ndarray, theirs: np.ndarray) -> str:
-    both = np.isfinite(ours) & np.isfinite(theirs) & (np.abs(theirs) > 1e-6 * np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0))
+    both = (
+        np.isfinite(ours)
+        & np.isfinite(theirs)
+        & (np.abs(theirs) > 1e-6 * np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0))
+    )
     if not both.any():
         return ""
     factor = float(np.median(ours[both] / theirs[both]))

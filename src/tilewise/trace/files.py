@@ -27,7 +27,9 @@ def as_text(values: Values) -> str:
 
 
 def write_traces(folder: Path, traces: Mapping[str, tuple[Values, Values]]) -> None:
-    """debug_pt.txt and debug_kernel.txt, the same sections in the same order, and trace.npz with all; traces are (simulation, kernel) by part."""
+    """debug_pt.txt and debug_kernel.txt, the same sections in the same order, and trace.npz with all; traces are
+    (simulation, kernel) by part.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     texts: list[list[str]] = [[], []]
     everything: dict[str, np.ndarray] = {}

@@ -33,7 +33,11 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     config = tiles(request, 64)
     tokens = request.seq_blocks * config.block_m
     case = Case(*filled(request, tokens, tokens), Options(CHANNELS**-0.5, right=0 if request.causal else None))
-    about = {"tiles": tile_words(request, config), "tokens": str(tokens), "mask": "causal" if request.causal else "none"}
+    about = {
+        "tiles": tile_words(request, config),
+        "tokens": str(tokens),
+        "mask": "causal" if request.causal else "none",
+    }
     return programs(request, case, config, partial(flash_attention, causal=request.causal)), about
 
 
@@ -72,7 +76,8 @@ def programs(request: Request, case: Case, config: configs.Config, reference: Re
     program = request.program + request.head * tiles_m
     if not 0 <= request.head < HEADS or request.program < 0 or program >= tiles_m * HEADS:
         raise UsageError(
-            f"there are {HEADS} heads of {tiles_m} programs each: expected --head and --program below that, together below {tiles_m * HEADS}"
+            f"there are {HEADS} heads of {tiles_m} programs each: expected --head and --program below that, together"
+            f" below {tiles_m * HEADS}"
         )
     if request.direction == "backward":
         do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
@@ -88,19 +93,25 @@ def programs(request: Request, case: Case, config: configs.Config, reference: Re
     return [dataclasses.replace(traced, beside=_whole(case, reference, *traced.at)) if traced.at else traced]
 
 
-def _recorded_forward(request: Request, case: Case, config: configs.Config, program: int, reference: Reference) -> Traced:
+def _recorded_forward(
+    request: Request, case: Case, config: configs.Config, program: int, reference: Reference
+) -> Traced:
     if request.impl is None:
         traced = trace_forward(case, partial(launch.forward, case.inputs, config), program, OUR_FORWARD)
     else:
         traced = _trace_function(request, case, request.impl, program, reference)
     if request.against:
         other = _trace_function(request, case, request.against, program, reference)
-        traced = dataclasses.replace(traced, simulation=other.kernel, place=f"{traced.place}, against {request.against}")
+        traced = dataclasses.replace(
+            traced, simulation=other.kernel, place=f"{traced.place}, against {request.against}"
+        )
     return traced
 
 
 def _trace_function(request: Request, case: Case, spec: str, program: int, reference: Reference) -> Traced:
-    function: Callable[..., Any] = load_function(registry.find(request.operator), Implementation(spec, "cpu", external=True))
+    function: Callable[..., Any] = load_function(
+        registry.find(request.operator), Implementation(spec, "cpu", external=True)
+    )
     names = dict(request.names or {})
     call = partial(function, case.q, case.k, case.v, **reference.keywords)
     return trace_forward(case, call, program, FORWARD.renamed(names), tuple(names))
@@ -109,7 +120,11 @@ def _trace_function(request: Request, case: Case, spec: str, program: int, refer
 def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -> Values:
     """O_full, plain attention of these rows in fp64, and O_ref, the reference's in its own precision."""
     group = case.q.shape[2] // case.k.shape[2]
-    q, k, v = case.head(case.q, head).double(), case.head(case.k, head // group).double(), case.head(case.v, head // group).double()
+    q, k, v = (
+        case.head(case.q, head).double(),
+        case.head(case.k, head // group).double(),
+        case.head(case.v, head // group).double(),
+    )
     scores = q @ k.T * case.options.scale
     if case.options.right is not None:
         key = torch.arange(k.shape[0], device=k.device) * (case.options.key_stride or 1)
@@ -118,7 +133,10 @@ def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -
     # A row that sees nothing is 0 by definition.
     full = torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v
     plain = reference(case.q, case.k, case.v)[0][0, :, head]
-    return {"O_full": full[first : first + rows].cpu().numpy(), "O_ref": plain[first : first + rows].double().cpu().numpy()}
+    return {
+        "O_full": full[first : first + rows].cpu().numpy(),
+        "O_ref": plain[first : first + rows].double().cpu().numpy(),
+    }
 
 
 OPERATOR = Operator(trace, refuses=("order", *HSTU_MASK))

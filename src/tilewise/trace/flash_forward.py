@@ -49,7 +49,18 @@ class Case:
     def inputs(self) -> launch.Inputs:
         """As the launcher takes them."""
         options = self.options
-        return launch.Inputs(self.q, self.k, self.v, None, None, options.left, options.right, options.scale, options.softcap, options.key_stride)
+        return launch.Inputs(
+            self.q,
+            self.k,
+            self.v,
+            None,
+            None,
+            options.left,
+            options.right,
+            options.scale,
+            options.softcap,
+            options.key_stride,
+        )
 
     def head(self, x: torch.Tensor, head: int) -> torch.Tensor:
         """[T, D] of one head."""
@@ -57,7 +68,9 @@ class Case:
 
 
 def find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int, int, float]:
-    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is multiplied by."""
+    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is
+    multiplied by.
+    """
     _, tokens, heads, channels = tensor.shape
     source = tensor[0].double().cpu().numpy()
     best = (np.inf, 0, 0, 1.0)
@@ -66,11 +79,15 @@ def find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int,
             rows = source[start : start + block, head]
             ours = value[: rows.shape[0], :channels].astype(np.float64)
             factor = float((ours * rows).sum() / max((rows * rows).sum(), 1e-300))
-            error = float(np.abs(ours - factor * rows).max(initial=0.0) / max(np.abs(factor * rows).max(initial=0.0), 1e-300))
+            error = float(
+                np.abs(ours - factor * rows).max(initial=0.0) / max(np.abs(factor * rows).max(initial=0.0), 1e-300)
+            )
             best = min(best, (error, head, start, factor))
     error, head, start, factor = best
     if error > 2**-6:
-        raise MissingNameError("what was recorded as Q (or K) is no tile of the inputs: name the right variable with --names Q=...")
+        raise MissingNameError(
+            "what was recorded as Q (or K) is no tile of the inputs: name the right variable with --names Q=..."
+        )
     return head, start, factor
 
 
@@ -84,7 +101,9 @@ def _units(value: np.ndarray, simulated: np.ndarray, candidates: Mapping[str, fl
     return 1.0
 
 
-def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Naming = FORWARD, required: tuple[str, ...] = ()) -> Traced:
+def trace_forward(
+    case: Case, call: Callable[[], Any], program: int, naming: Naming = FORWARD, required: tuple[str, ...] = ()
+) -> Traced:
     """Record what `call` launches, and simulate the program that was recorded."""
     with record(program) as recording:
         call()
@@ -100,10 +119,15 @@ def trace_forward(case: Case, call: Callable[[], Any], program: int, naming: Nam
     tiling = Tiling(block_m, block_n, reverse=reverse)
     tensors = case.head(case.q, head), case.head(case.k, head // group), case.head(case.v, head // group)
     simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
-    exact = arrays(simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options))
+    exact = arrays(
+        simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options)
+    )
     rows = min(block_m, case.q.shape[1] - i_m)
     kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
-    simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
+    simulation, exact = (
+        {name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()}
+        for found in (simulation, exact)
+    )
     steps = sum(name.startswith("S_") and name[2:].isdigit() for name in simulation)
     return Traced(
         recording.kernels[launched],
@@ -127,15 +151,26 @@ def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str
             return launched, values, lines
         except MissingNameError as error:
             problem = problem or error
-    raise problem or MissingNameError("no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)")
+    raise problem or MissingNameError(
+        "no Triton kernel was launched: nothing could be recorded (kernels must be interpreted, see tilewise doctor)"
+    )
 
 
 def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float, masks: bool) -> Values:
-    """Q, S and M as the simulation has them: S unscaled, M in base 2. The units are read off the first tile and hold for all."""
+    """Q, S and M as the simulation has them: S unscaled, M in base 2.
+
+    The units are read off the first tile and hold for all.
+    """
     log2e = simulate.LOG2E
     s_unit = _units(values["S_0"], simulation["S_0"], {"raw": 1.0, "scaled": scale, "base 2": scale * log2e})
-    m_unit = _units(values["M_0"], simulation["M_0"], {"base 2": 1.0, "base e": 1 / log2e, "raw": 1 / (scale * log2e)}) if "M_0" in values else 1.0
-    masks = masks or any(np.isneginf(x).any() for name, x in values.items() if name.startswith("S_") and name[2:].isdigit())
+    m_unit = (
+        _units(values["M_0"], simulation["M_0"], {"base 2": 1.0, "base e": 1 / log2e, "raw": 1 / (scale * log2e)})
+        if "M_0" in values
+        else 1.0
+    )
+    masks = masks or any(
+        np.isneginf(x).any() for name, x in values.items() if name.startswith("S_") and name[2:].isdigit()
+    )
     result = {}
     for name, x in values.items():
         if name.startswith("S_") and name[2:].isdigit():

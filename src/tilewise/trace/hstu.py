@@ -22,11 +22,16 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     fill = make_fill(request.fill, request.seed)
     shape = (LEAD + tokens, HEADS, CHANNELS)
     q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name in "qkv")
-    options = Options(CHANNELS**-0.5, tokens, request.causal, request.targets, request.max_attn_len, min(request.context, tokens + 1))
+    options = Options(
+        CHANNELS**-0.5, tokens, request.causal, request.targets, request.max_attn_len, min(request.context, tokens + 1)
+    )
     case = Case(q, k, v, options, config)
     tiles = request.seq_blocks
     if not 0 <= request.head < HEADS or not 0 <= request.program < tiles:
-        raise UsageError(f"there are {HEADS} heads of {tiles} programs each: expected --head 0 to {HEADS - 1} and --program 0 to {tiles - 1}")
+        raise UsageError(
+            f"there are {HEADS} heads of {tiles} programs each: expected --head 0 to {HEADS - 1} and --program 0 to"
+            f" {tiles - 1}"
+        )
     about = {
         "tiles": f"{config.block_m} queries × {config.block_n} keys",
         "tokens": f"{tokens}, behind a sequence of {LEAD}",
@@ -51,8 +56,17 @@ def _tiles(request: Request) -> Config:
 
 
 def _mask_words(request: Request) -> str:
-    numbers = {"targets": request.targets, "tokens of context": request.context, "tokens of reach": request.max_attn_len}
-    return ", ".join(["causal" if request.causal else "both ways", *(f"{number} {word}" for word, number in numbers.items() if number)])
+    numbers = {
+        "targets": request.targets,
+        "tokens of context": request.context,
+        "tokens of reach": request.max_attn_len,
+    }
+    return ", ".join(
+        [
+            "causal" if request.causal else "both ways",
+            *(f"{number} {word}" for word, number in numbers.items() if number),
+        ]
+    )
 
 
 OPERATOR = Operator(trace, refuses=("order", "impl", "names", "against"))

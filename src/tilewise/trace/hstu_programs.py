@@ -43,7 +43,16 @@ DKDV = Kernel(
     "dkdv",
     Naming(
         "S",
-        {"Q": ("b_q",), "S": ("b_sT",), "P": ("b_pT",), "dO": ("b_do",), "dV": ("acc_dv",), "dP": ("b_dpT",), "dS": ("b_dsT",), "dK": ("acc_dk",)},
+        {
+            "Q": ("b_q",),
+            "S": ("b_sT",),
+            "P": ("b_pT",),
+            "dO": ("b_do",),
+            "dV": ("acc_dv",),
+            "dP": ("b_dpT",),
+            "dS": ("b_dsT",),
+            "dK": ("acc_dk",),
+        },
         {"K": ("b_k",), "V": ("b_v",)},
         transposed=frozenset({"S", "P", "dP", "dS"}),
     ),
@@ -116,7 +125,9 @@ class Case:
         return -(-self.tokens // block)
 
     def first_query(self, tile: int) -> int:
-        """Where the query tile starts that is number `tile` in the order of programs: under the causal mask the last comes first."""
+        """Where the query tile starts that is number `tile` in the order of programs: under the causal mask the last
+        comes first.
+        """
         return (self.tiles(self.config.block_m) - 1 - tile if self.options.causal else tile) * self.config.block_m
 
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -154,7 +165,9 @@ def _tap(case: Case, program: int, slots: Sequence[str], steps: int) -> Tap:
 
 
 def _tapped(case: Case, tap: Tap, kernel: Kernel, slots: Sequence[str], expected: Sequence[int]) -> Values:
-    """What the taps hold, by the number of a tile: those that are `expected` in their order, then what else was written."""
+    """What the taps hold, by the number of a tile: those that are `expected` in their order, then what else was
+    written.
+    """
     shapes = case.shapes()
     written = [int(i) for i in (~tap.buffer[:, slots.index(kernel.naming.anchor), 0].isnan()).nonzero()]
     # What was expected and never written stays NaN.
@@ -174,7 +187,9 @@ def trace_forward(case: Case, head: int, tile: int, tapped: bool) -> Traced:
     if tapped:
         tap = _tap(case, number, FORWARD_SLOTS, case.tiles(case.config.block_n))
         o = launch.forward(case.inputs, case.config, tap.argument)
-        expected = [i_n // case.config.block_n for i_n in simulate.key_blocks(i_m, case.tokens, case.tiling, case.simulated)]
+        expected = [
+            i_n // case.config.block_n for i_n in simulate.key_blocks(i_m, case.tokens, case.tiling, case.simulated)
+        ]
         found: tuple[Values, Lines] = _tapped(case, tap, FORWARD, FORWARD_SLOTS, expected), {}
     else:
         with record({FORWARD.name: number}) as recording:
@@ -198,7 +213,8 @@ def trace_backward(case: Case, do: torch.Tensor, head: int, tile: int, tapped: b
     numbers: Mapping[str, int] = {DKDV.name: tile % case.tiles(n) * HEADS + head, DQ.name: tile * HEADS + head}
     if tapped:
         of_keys, of_queries = (
-            _tap(case, numbers[kernel.name], slots, case.tiles(block)) for kernel, slots, block in ((DKDV, DKDV_SLOTS, m), (DQ, DQ_SLOTS, n))
+            _tap(case, numbers[kernel.name], slots, case.tiles(block))
+            for kernel, slots, block in ((DKDV, DKDV_SLOTS, m), (DQ, DQ_SLOTS, n))
         )
         dq, dk, dv = launch.backward(case.inputs, do, case.config, case.config, (of_keys.argument, of_queries.argument))
         queries = [start // m for start in simulate.query_blocks(i_n, case.tokens, case.tiling, case.simulated)]

@@ -1,4 +1,6 @@
-"""A trace as one HTML page: every value of every step beside the simulation's, as pictures; no scripts, nothing fetched."""
+"""A trace as one HTML page: every value of every step beside the simulation's, as pictures; no scripts, nothing
+fetched.
+"""
 
 import math
 import struct
@@ -16,7 +18,8 @@ from tilewise.trace.judge import Row, first_divergence, judge
 from tilewise.trace.request import Request, Traced
 from tilewise.verify.html import STEPS
 
-# A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look alike.
+# A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look
+# alike.
 MOST_CELLS, SIDE = 64, 128
 # A vector is drawn as a column of this width.
 COLUMN = 20
@@ -28,15 +31,23 @@ VALUE_STOPS = {
     "light": (("#0a3f80", "#6fa8dc", "#eef0f2"), ("#eef0f2", "#eb9a4f", "#853300")),
     "dark": (("#b5daff", "#3f7cbd", "#262b30"), ("#262b30", "#bd661d", "#ffd7a3")),
 }
-# The colours of verify's maps: neutral within the limit, then inferno, which keeps its order in colour blindness and in grey.
+# The colours of verify's maps: neutral within the limit, then inferno, which keeps its order in colour blindness and in
+# grey.
 DIFFERENCE_COLOURS = {
     "light": ("#e9eeeb", "#f6d746", "#fca50a", "#f37819", "#d0433f", "#a92e5e", "#7c1d6d", "#2d0b59"),
     "dark": ("#2a3330", "#7f1e6c", "#a82e5f", "#cc4248", "#e9662d", "#f98e09", "#f7c932", "#fcffa4"),
 }
 
 
-def render_html(programs: Sequence[tuple[Traced, Sequence[str]]], request: Mapping[str, str], low_precision: float, other: str = "simulation") -> str:
-    """The page for traced programs with the lines that the command prints of each; `other` is what the kernel is compared with."""
+def render_html(
+    programs: Sequence[tuple[Traced, Sequence[str]]],
+    request: Mapping[str, str],
+    low_precision: float,
+    other: str = "simulation",
+) -> str:
+    """The page for traced programs with the lines that the command prints of each; `other` is what the kernel is
+    compared with.
+    """
     shown = [_program(number, traced, lines, low_precision, other) for number, (traced, lines) in enumerate(programs)]
     parting = sum(program.first is not None for program in shown)
     return _template().render(
@@ -72,7 +83,9 @@ def facts(request: Request, about: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Map:
-    """A picture in both colour schemes, and what it says in words; `worst` is the left, top, width and height of a mark in percent."""
+    """A picture in both colour schemes, and what it says in words; `worst` is the left, top, width and height of a mark
+    in percent.
+    """
 
     label: str
     light: str
@@ -118,7 +131,11 @@ class Program:
 @cache
 def _template() -> Template:
     environment = Environment(
-        loader=PackageLoader("tilewise.trace"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("tilewise.trace"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("trace.html.j2")
 
@@ -133,13 +150,23 @@ def _program(number: int, traced: Traced, lines: Sequence[str], low_precision: f
     )
     missing = tuple(name for name in traced.simulation if name not in traced.kernel)
     headline, *sentences = (line.strip() for line in lines)
-    return Program(f"{traced.kernel_name}, {traced.place}", headline, tuple(sentences), anchors[first.name] if first else None, stages, missing)
+    return Program(
+        f"{traced.kernel_name}, {traced.place}",
+        headline,
+        tuple(sentences),
+        anchors[first.name] if first else None,
+        stages,
+        missing,
+    )
 
 
 def _stages(rows: Sequence[Row], traced: Traced) -> list[tuple[str, list[Row]]]:
     """As first_divergence goes through them, so that the first value marked is the first to be met."""
     by_name = {row.name: row for row in rows}
-    blocks = [[by_name[f"{name}_{step}"] for name in traced.order if f"{name}_{step}" in by_name] for step in range(traced.steps)]
+    blocks = [
+        [by_name[f"{name}_{step}"] for name in traced.order if f"{name}_{step}" in by_name]
+        for step in range(traced.steps)
+    ]
     rest = [row for row in rows if not any(row in block for block in blocks)]
     after = [row for row in rest if row.name.endswith("_final") or row.name == "LSE"]
     before = [row for row in rest if row not in after]
@@ -156,18 +183,31 @@ def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Va
     difference = _multiples(kernel, simulation, row.allowed)
     # The simulation sets the scale of both: a kernel's huge value must not make all else look like zero.
     limit = _largest(simulation) or _largest(kernel) or 1.0
-    off = f"difference {_short(row.difference)}, allowed {_short(row.allowed)}" if math.isfinite(row.difference) else "finite in one of the two alone"
+    off = (
+        f"difference {_short(row.difference)}, allowed {_short(row.allowed)}"
+        if math.isfinite(row.difference)
+        else "finite in one of the two alone"
+    )
     worst = None if row.agrees else row.worst
     maps = (
         _value_map("kernel", kernel, limit),
         _value_map(other, simulation, limit),
-        _map("difference", _difference_levels(_reduced(difference)), DIFFERENCE_COLOURS, _difference_lines(row, difference), kernel.shape, worst),
+        _map(
+            "difference",
+            _difference_levels(_reduced(difference)),
+            DIFFERENCE_COLOURS,
+            _difference_lines(row, difference),
+            kernel.shape,
+            worst,
+        ),
     )
     return Value(row.name, anchor, row.agrees, first, off, maps)
 
 
 def _multiples(kernel: np.ndarray, simulation: np.ndarray, allowed: float) -> np.ndarray:
-    """Each element's difference over what is allowed, as `judge` has it; infinite where one of the two is not finite."""
+    """Each element's difference over what is allowed, as `judge` has it; infinite where one of the two is
+    not finite.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         difference = np.where(kernel == simulation, 0.0, np.abs(kernel - simulation))
         # Where nothing is allowed, all that differs is as far off as the scale goes.
@@ -176,11 +216,17 @@ def _multiples(kernel: np.ndarray, simulation: np.ndarray, allowed: float) -> np
 
 
 def _reduced(x: np.ndarray) -> np.ndarray:
-    """Two dimensions of at most MOST_CELLS: a cell holds the largest magnitude of its elements, NaN and infinity before all."""
+    """Two dimensions of at most MOST_CELLS: a cell holds the largest magnitude of its elements, NaN and infinity before
+    all.
+    """
     x = x[:, None] if x.ndim == 1 else x
     tall, wide = (-(-size // MOST_CELLS) for size in x.shape)
     x = np.pad(x, ((0, -x.shape[0] % tall), (0, -x.shape[1] % wide)))
-    cells = x.reshape(x.shape[0] // tall, tall, x.shape[1] // wide, wide).swapaxes(1, 2).reshape(x.shape[0] // tall, x.shape[1] // wide, -1)
+    cells = (
+        x.reshape(x.shape[0] // tall, tall, x.shape[1] // wide, wide)
+        .swapaxes(1, 2)
+        .reshape(x.shape[0] // tall, x.shape[1] // wide, -1)
+    )
     key = np.where(np.isnan(cells), np.inf, np.abs(cells))
     return np.take_along_axis(cells, key.argmax(-1)[..., None], -1)[..., 0]
 
@@ -231,7 +277,9 @@ def _map(
     width = COLUMN if len(shape) == 1 else wide * pixels
     mark = None
     if worst is not None:
-        row, column = ((index // -(-size // MOST_CELLS)) for index, size in zip((*worst, 0)[:2], (*shape, 1)[:2], strict=True))
+        row, column = (
+            (index // -(-size // MOST_CELLS)) for index, size in zip((*worst, 0)[:2], (*shape, 1)[:2], strict=True)
+        )
         mark = (100 * column / wide, 100 * row / tall, 100 / wide, 100 / tall)
     light, dark = (_png(levels.astype(np.uint8), colours[scheme]) for scheme in ("light", "dark"))
     return Map(label, light, dark, width, tall * pixels, (str(list(shape)), *lines), mark)
@@ -248,7 +296,13 @@ def _png(levels: np.ndarray, colours: Sequence[str]) -> str:
     palette = bytes(3) + b"".join(bytes.fromhex(colour[1:]) for colour in colours)
     # Each line opens with its filter: none.
     lines = np.pad(levels, ((0, 0), (1, 0))).tobytes()
-    body = chunk(b"IHDR", header) + chunk(b"PLTE", palette) + chunk(b"tRNS", b"\0") + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
+    body = (
+        chunk(b"IHDR", header)
+        + chunk(b"PLTE", palette)
+        + chunk(b"tRNS", b"\0")
+        + chunk(b"IDAT", zlib.compress(lines, 9))
+        + chunk(b"IEND", b"")
+    )
     return "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
 
 
@@ -258,7 +312,9 @@ def _ramp(scheme: str) -> tuple[Colour, ...]:
     below, above = ([tuple(bytes.fromhex(stop[1:])) for stop in stops] for stops in VALUE_STOPS[scheme])
     stops = np.array([*below, *above[1:]], np.float64)
     at = np.linspace(0, len(stops) - 1, 2 * LEVELS + 1)
-    red, green, blue = (np.rint(np.interp(at, range(len(stops)), stops[:, channel])).astype(int) for channel in range(3))
+    red, green, blue = (
+        np.rint(np.interp(at, range(len(stops)), stops[:, channel])).astype(int) for channel in range(3)
+    )
     return tuple((int(r), int(g), int(b)) for r, g, b in zip(red, green, blue, strict=True))
 
 
@@ -268,7 +324,9 @@ def _hex(colour: Colour) -> str:
 
 def _legend() -> list[tuple[str, str]]:
     bounds = [f"{low} to {high}" for low, high in pairwise(STEPS)]
-    return [(f"s{step}", text) for step, text in enumerate(["within what rounding allows", *bounds, f"over {STEPS[-1]}"])]
+    return [
+        (f"s{step}", text) for step, text in enumerate(["within what rounding allows", *bounds, f"over {STEPS[-1]}"])
+    ]
 
 
 def _short(x: float) -> str:

@@ -1,4 +1,6 @@
-"""Attention to compressed windows, which is flash attention whose keys stand a stride apart: the same kernels, taps and simulation."""
+"""Attention to compressed windows, which is flash attention whose keys stand a stride apart: the same kernels, taps and
+simulation.
+"""
 
 from functools import partial
 
@@ -20,8 +22,14 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     tokens = request.seq_blocks * config.block_m
     windows = window_count(tokens, SIZE, STRIDE)
     case = Case(*filled(request, tokens, windows), compressed_options(tokens, SIZE, STRIDE, CHANNELS**-0.5))
-    about = {"tiles": tile_words(request, config), "tokens": str(tokens), "windows": f"{windows} of {SIZE} tokens, one each {STRIDE}"}
-    return programs(request, case, config, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE)), about
+    about = {
+        "tiles": tile_words(request, config),
+        "tokens": str(tokens),
+        "windows": f"{windows} of {SIZE} tokens, one each {STRIDE}",
+    }
+    return programs(
+        request, case, config, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE)
+    ), about
 
 
 OPERATOR = Operator(trace, refuses=("order", "causal", *HSTU_MASK))

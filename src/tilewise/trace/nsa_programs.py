@@ -13,8 +13,27 @@ from tilewise.ops.nsa import configs, selected, simulate
 from tilewise.ops.nsa.reference import selected_attention
 from tilewise.ops.nsa.simulate import Incoming, Segment, Tiling
 from tilewise.trace import beside
-from tilewise.trace.beside import Cast, Fit, Kernel, Simulation, array, only_present, padded, put_together, recorded, row_place
-from tilewise.trace.nsa_variables import BACKWARD_LISTS, BACKWARD_UNION, FORWARD_LISTS, FORWARD_UNION, MAKERS, MERGE, SUM
+from tilewise.trace.beside import (
+    Cast,
+    Fit,
+    Kernel,
+    Simulation,
+    array,
+    only_present,
+    padded,
+    put_together,
+    recorded,
+    row_place,
+)
+from tilewise.trace.nsa_variables import (
+    BACKWARD_LISTS,
+    BACKWARD_UNION,
+    FORWARD_LISTS,
+    FORWARD_UNION,
+    MAKERS,
+    MERGE,
+    SUM,
+)
 from tilewise.trace.record import Recording, record
 from tilewise.trace.request import Traced
 from tilewise.trace.values import Values
@@ -25,7 +44,9 @@ BY_KEY = ("K", "V", "dK", "dV")
 
 @dataclass(frozen=True)
 class Case:
-    """One batch entry: q [1, T, Hq, D], k and v [1, T, Hk, D], indices [1, T, Hk, S]; tiles of block_m rows, blocks of block_size keys."""
+    """One batch entry: q [1, T, Hq, D], k and v [1, T, Hk, D], indices [1, T, Hk, S]; tiles of block_m rows, blocks of
+    block_size keys.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -75,7 +96,9 @@ class Case:
 
     def segments(self, direction: str, order: selected.Order) -> list[Segment]:
         """What the programs in key order own, by number; in query order they leave dQ to others."""
-        most = configs.segment_entries("forward" if direction == "forward" else "backward" if order == "lists" else "dkdv", self.group)
+        most = configs.segment_entries(
+            "forward" if direction == "forward" else "backward" if order == "lists" else "dkdv", self.group
+        )
         return simulate.segments(self.named, self.tiling.block_size, most)
 
     @property
@@ -87,7 +110,13 @@ class Case:
         """O_full, the reference's output in fp64, and O_ref, that in its own precision, of `rows` of [1, T, Hq, Dv]."""
         precisions: dict[str, Cast] = {"O_full": lambda x: x.double(), "O_ref": lambda x: x}
         return {
-            name: array(rows(selected_attention(cast(self.q), cast(self.k), cast(self.v), self.indices, block_size=self.block_size)[0]))
+            name: array(
+                rows(
+                    selected_attention(
+                        cast(self.q), cast(self.k), cast(self.v), self.indices, block_size=self.block_size
+                    )[0]
+                )
+            )
             for name, cast in precisions.items()
         }
 
@@ -109,7 +138,9 @@ def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
 
 
 class Numbers(NamedTuple):
-    """Which programs: of the kernel in key order, and of that in query order or the one that puts together what the first left by entry."""
+    """Which programs: of the kernel in key order, and of that in query order or the one that puts together what the
+    first left by entry.
+    """
 
     keys: int
     queries: int
@@ -140,12 +171,17 @@ def trace_forward_lists(case: Case, numbers: Numbers) -> list[Traced]:
         o, lse = selected.forward(case.inputs, "lists")
 
     def of_segment(cast: Cast) -> Iterator[Named]:
-        return simulate.forward_lists(*case.head(segment.head, cast), segment.entries, segment.block, case.tiling, case.scale)
+        return simulate.forward_lists(
+            *case.head(segment.head, cast), segment.entries, segment.block, case.tiling, case.scale
+        )
 
     first, rows, place = row_place(case.q.shape[1], case.q.shape[2], numbers.queries, selected.MERGED_ROWS)
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads = [simulate.partial_outputs(*case.head(head, cast), case.named[:, head], case.tiling, case.scale) for head in range(case.k.shape[2])]
+        heads = [
+            simulate.partial_outputs(*case.head(head, cast), case.named[:, head], case.tiling, case.scale)
+            for head in range(case.k.shape[2])
+        ]
         outputs, lses = zip(*heads, strict=True)
         x, present = put_together(outputs, first, rows)
         return x, put_together(lses, first, rows)[0], present
@@ -155,7 +191,14 @@ def trace_forward_lists(case: Case, numbers: Numbers) -> list[Traced]:
 
     stored = {"O_final": array(mine(o)), "LSE": array(mine(lse.transpose(1, 2)))}
     present = left(lambda x: x)[2]
-    keys = _beside(FORWARD_LISTS, _segment_place(numbers.keys, segment), recording, of_segment, _only_existing(case, _steps_of(case, segment)), {})
+    keys = _beside(
+        FORWARD_LISTS,
+        _segment_place(numbers.keys, segment),
+        recording,
+        of_segment,
+        _only_existing(case, _steps_of(case, segment)),
+        {},
+    )
     merged = _beside(MERGE, place, recording, lambda cast: simulate.merge(*left(cast)), only_present(present), stored)
     return [keys, replace(merged, beside=case.whole(mine))]
 
@@ -203,7 +246,9 @@ def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers:
 
     start = segment.block * case.tiling.block_size
     keys = slice(start, min(start + case.tiling.block_size, case.k.shape[1]))
-    ends = {f"{name}_final": padded(x[0, keys, segment.head], case.tiling.block_n) for name, x in (("dK", dk), ("dV", dv))}
+    ends = {
+        f"{name}_final": padded(x[0, keys, segment.head], case.tiling.block_n) for name, x in (("dK", dk), ("dV", dv))
+    }
     place = _segment_place(numbers.keys, segment)
     traced = _beside(BACKWARD_LISTS, place, recording, of_segment, _only_existing(case, _steps_of(case, segment)), ends)
     if order == "union":
@@ -213,14 +258,25 @@ def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers:
             return simulate.backward_union(*tensors(cast, head), case.named[:, head], i_tile, case.tiling, case.scale)
 
         final = {"dQ_final": array(case.rows(dq, head)[tokens].flatten(0, 1))}
-        return [traced, _beside(BACKWARD_UNION, place, recording, of_tile, _only_existing(case, [tokens.stop - tokens.start]), final)]
+        return [
+            traced,
+            _beside(
+                BACKWARD_UNION, place, recording, of_tile, _only_existing(case, [tokens.stop - tokens.start]), final
+            ),
+        ]
     first, rows, place = row_place(case.q.shape[1], case.q.shape[2], numbers.queries, selected.SUMMED_ROWS)
 
     def left(cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
         heads = range(case.k.shape[2])
-        parts = [simulate.partial_gradients(*tensors(cast, head), case.named[:, head], case.tiling, case.scale) for head in heads]
+        parts = [
+            simulate.partial_gradients(*tensors(cast, head), case.named[:, head], case.tiling, case.scale)
+            for head in heads
+        ]
         return put_together(parts, first, rows)
 
     final = {"dQ_final": array(dq[0].flatten(0, 1)[first : first + rows])}
     present = left(lambda x: x)[1]
-    return [traced, _beside(SUM, place, recording, lambda cast: simulate.sum_gradients(*left(cast)), only_present(present), final)]
+    return [
+        traced,
+        _beside(SUM, place, recording, lambda cast: simulate.sum_gradients(*left(cast)), only_present(present), final),
+    ]

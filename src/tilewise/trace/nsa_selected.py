@@ -20,7 +20,10 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     case = _case(request)
     order: selected.Order = "union" if request.order == "union" else "lists"
     if order == "union" and not case.inputs.union_tokens("union_fwd"):
-        raise UsageError(f"tiles of {case.block_m} rows have more tokens or entries than a union holds: take a smaller --block-m, or --order lists")
+        raise UsageError(
+            f"tiles of {case.block_m} rows have more tokens or entries than a union holds: take a smaller --block-m, or"
+            " --order lists"
+        )
     about = {
         "order": "by keys (lists)" if order == "lists" else "by queries (unions)",
         "tiles": f"{case.block_m} rows × blocks of {case.block_size} keys",
@@ -32,7 +35,9 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
         do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
         return trace_backward(case, do, order, _numbers(request, case, order, selected.SUMMED_ROWS)), about
     numbers = _numbers(request, case, order, selected.MERGED_ROWS)
-    return (trace_forward_lists(case, numbers) if order == "lists" else [trace_forward_union(case, numbers.queries)]), about
+    return (
+        trace_forward_lists(case, numbers) if order == "lists" else [trace_forward_union(case, numbers.queries)]
+    ), about
 
 
 def _case(request: Request) -> Case:
@@ -44,7 +49,11 @@ def _case(request: Request) -> Case:
         raise UsageError(f"--block-n {block_size}: expected a block of at least 1 key")
     tokens = request.seq_blocks * block_m // GROUP
     fill = make_fill(request.fill, request.seed)
-    shapes = {"q": (1, tokens, KEY_HEADS * GROUP, CHANNELS), "k": (1, tokens, KEY_HEADS, CHANNELS), "v": (1, tokens, KEY_HEADS, CHANNELS)}
+    shapes = {
+        "q": (1, tokens, KEY_HEADS * GROUP, CHANNELS),
+        "k": (1, tokens, KEY_HEADS, CHANNELS),
+        "v": (1, tokens, KEY_HEADS, CHANNELS),
+    }
     q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name, shape in shapes.items())
     case = Case(q, k, v, _indices(tokens, block_size, request.seed), block_m, block_size)
     try:
@@ -65,14 +74,18 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
     """The program asked for of the head asked for; those of the other kernel come round again."""
     if not 0 <= request.head < KEY_HEADS:
         raise UsageError(f"there is no key head {request.head}: expected 0 to {KEY_HEADS - 1}")
-    segments = [number for number, segment in enumerate(case.segments(request.direction, order)) if segment.head == request.head]
+    segments = [
+        number for number, segment in enumerate(case.segments(request.direction, order)) if segment.head == request.head
+    ]
     if order == "union":
         tiles = list(range(request.head * case.tiles, (request.head + 1) * case.tiles))
         asked, others = tiles, segments
     else:
         asked, others = segments, list(range(-(-case.q.shape[1] * case.q.shape[2] // rows)))
     if not 0 <= request.program < len(asked):
-        raise UsageError(f"key head {request.head} has {len(asked)} programs in this order: expected --program 0 to {len(asked) - 1}")
+        raise UsageError(
+            f"key head {request.head} has {len(asked)} programs in this order: expected --program 0 to {len(asked) - 1}"
+        )
     one, other = asked[request.program], others[request.program % len(others)]
     return Numbers(other, one) if order == "union" else Numbers(one, other)
 

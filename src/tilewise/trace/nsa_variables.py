@@ -18,13 +18,21 @@ MAKERS = {
 FORWARD_LISTS = Kernel(
     "nsa_selected_fwd_lists_kernel",
     "forward",
-    Naming("S", {"Q": ("b_q",), "S": ("b_s",), "M": ("m",), "P": ("b_p",), "L": ("l",), "O": ("b_o",)}, {"K": ("b_k",), "V": ("b_v",)}),
+    Naming(
+        "S",
+        {"Q": ("b_q",), "S": ("b_s",), "M": ("m",), "P": ("b_p",), "L": ("l",), "O": ("b_o",)},
+        {"K": ("b_k",), "V": ("b_v",)},
+    ),
     "step",
 )
 MERGE = Kernel(
     "nsa_selected_fwd_merge_kernel",
     "merge",
-    Naming("O_part", {"O_part": ("b_o",), "W": ("weight",), "O": ("acc",)}, {"LSE_part": ("b_lse",), "M": ("m",), "L": ("l",), "LSE2": ("total",)}),
+    Naming(
+        "O_part",
+        {"O_part": ("b_o",), "W": ("weight",), "O": ("acc",)},
+        {"LSE_part": ("b_lse",), "M": ("m",), "L": ("l",), "LSE2": ("total",)},
+    ),
     "slot",
 )
 FORWARD_UNION = Kernel(
@@ -42,7 +50,16 @@ BACKWARD_LISTS = Kernel(
     "dkdv",
     Naming(
         "S",
-        {"Q": ("b_q",), "dO": ("b_do",), "LSE2": ("b_lse",), "delta": ("b_delta",), "S": ("b_s",), "P": ("b_p",), "dP": ("b_dp",), "dS": ("b_ds",)}
+        {
+            "Q": ("b_q",),
+            "dO": ("b_do",),
+            "LSE2": ("b_lse",),
+            "delta": ("b_delta",),
+            "S": ("b_s",),
+            "P": ("b_p",),
+            "dP": ("b_dp",),
+            "dS": ("b_ds",),
+        }
         | {"dV": ("acc_dv",), "dK": ("acc_dk",), "dQ": ("b_dq",)},
         {"K": ("b_k",), "V": ("b_v",)},
     ),
@@ -54,7 +71,15 @@ BACKWARD_UNION = Kernel(
     "dq",
     Naming(
         "S",
-        {"K": ("b_k",), "S": ("b_s",), "V": ("b_v",), "dP": ("b_dp",), "P": ("b_p",), "dS": ("b_ds",), "dQ": ("acc_dq",)},
+        {
+            "K": ("b_k",),
+            "S": ("b_s",),
+            "V": ("b_v",),
+            "dP": ("b_dp",),
+            "P": ("b_p",),
+            "dS": ("b_ds",),
+            "dQ": ("acc_dq",),
+        },
         {"Q": ("b_q",), "dO": ("b_do",), "LSE2": ("b_lse",), "delta": ("b_delta",)},
     ),
     "block",

@@ -21,7 +21,8 @@ MODULES = {
 class Operator:
     """How an operator is traced: `trace` gives its programs, and in words what they work on.
 
-    `refuses` are the fields of a request that mean nothing to it; without `taps` its kernels can be traced interpreted alone.
+    `refuses` are the fields of a request that mean nothing to it; without `taps` its kernels can be traced interpreted
+    alone.
     """
 
     trace: Callable[[Request], tuple[list[Traced], dict[str, str]]]

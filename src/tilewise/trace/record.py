@@ -1,7 +1,8 @@
-"""Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and step of a loop; nested helpers included.
+"""Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and step of a loop;
+nested helpers included.
 
-The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call behind each assignment, and at the start of
-each turn and the end of each loop; values are only looked at, never changed.
+The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call behind each
+assignment, and at the start of each turn and the end of each loop; values are only looked at, never changed.
 """
 
 import ast
@@ -20,7 +21,9 @@ _HOOK = "__tilewise_record__"
 
 
 class Event(NamedTuple):
-    """One assignment of one program: the kernel's launch, the function and line that made it, the variable and its value; or a mark of a loop."""
+    """One assignment of one program: the kernel's launch, the function and line that made it, the variable and its
+    value; or a mark of a loop.
+    """
 
     launch: int
     function: str
@@ -31,7 +34,9 @@ class Event(NamedTuple):
 
 @dataclass
 class Recording:
-    """What one program of every launch assigned, in order; `program` is its number, or by kernel's name the number for each that is recorded."""
+    """What one program of every launch assigned, in order; `program` is its number, or by kernel's name the number for
+    each that is recorded.
+    """
 
     program: int | Mapping[str, int]
     kernels: list[str] = field(default_factory=list)
@@ -47,7 +52,9 @@ class Recording:
 
     def hit(self, function: str, name: str, value: Any, line: int) -> None:
         """Called from the rewritten kernels."""
-        if not self.kernels or _program() != (self.program if isinstance(self.program, int) else self.program.get(self.kernels[-1])):
+        if not self.kernels or _program() != (
+            self.program if isinstance(self.program, int) else self.program.get(self.kernels[-1])
+        ):
             return
         plain = None if name in (TURN, END) else _plain(value)
         if plain is not None or name in (TURN, END):
@@ -138,7 +145,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return np.asarray(value)
     handle = getattr(value, "handle", None)
-    if not isinstance(value, tl.core.tensor) or not isinstance(handle, TensorHandle) or isinstance(handle.dtype, tl.pointer_type):
+    if (
+        not isinstance(value, tl.core.tensor)
+        or not isinstance(handle, TensorHandle)
+        or isinstance(handle.dtype, tl.pointer_type)
+    ):
         return None
     data = np.asarray(handle.data)
     data = widen_bf16(data) if handle.dtype.scalar == tl.bfloat16 else data.copy()
@@ -162,7 +173,11 @@ class _Recorder(ast.NodeTransformer):
             result.append(statement)
             if isinstance(statement, ast.For | ast.While):
                 targets = _names(statement.target) if isinstance(statement, ast.For) else []
-                statement.body = [self._mark(TURN, statement), *(self._call(name, statement) for name in targets), *statement.body]
+                statement.body = [
+                    self._mark(TURN, statement),
+                    *(self._call(name, statement) for name in targets),
+                    *statement.body,
+                ]
                 result.append(self._mark(END, statement))
             result += [self._call(name, statement) for target in _targets(statement) for name in _names(target)]
         return result
@@ -174,7 +189,12 @@ class _Recorder(ast.NodeTransformer):
         return self._expression(name, ast.Constant(None), statement)
 
     def _expression(self, name: str, value: ast.expr, statement: ast.stmt) -> ast.stmt:
-        arguments: list[ast.expr] = [ast.Constant(self._function), ast.Constant(name), value, ast.Constant(statement.lineno)]
+        arguments: list[ast.expr] = [
+            ast.Constant(self._function),
+            ast.Constant(name),
+            value,
+            ast.Constant(statement.lineno),
+        ]
         return ast.copy_location(ast.Expr(ast.Call(ast.Name(_HOOK, ast.Load()), arguments, [])), statement)
 
 

@@ -55,11 +55,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Traced:
-    """One program of one kernel: its values, the simulation's, and the simulation's in fp64; `steps` of them, and where the program is.
+    """One program of one kernel: its values, the simulation's, and the simulation's in fp64; `steps` of them, and where
+    the program is.
 
-    `order` is that in which the values of a step depend on each other. `at` is the head, first row and number of rows of a program that owns a tile
-    of one head's queries; `turn` is what a step is called; `beside` is written out with both sides and not judged; `makers` adds to what explain
-    knows.
+    `order` is that in which the values of a step depend on each other. `at` is the head, first row and number of rows
+    of a program that owns a tile of one head's queries; `turn` is what a step is called; `beside` is written out with
+    both sides and not judged; `makers` adds to what explain knows.
     """
 
     kernel_name: str

@@ -21,7 +21,9 @@ DQ = ("K", "S", "V", "dP", "P", "dS", "dQ", "delta")
 class Tap:
     """A buffer for the taps of one launch on q and v, of the tiles' rows and the steps that a program can make."""
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int) -> None:
+    def __init__(
+        self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int
+    ) -> None:
         channels = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size()))
         elements = max(block_m, block_n) * max(channels, block_m, block_n)
         self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=q.device)
@@ -41,17 +43,29 @@ def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
 
 def tap_forward(case: Case, config: Config, program: int) -> Traced:
     """The forward kernel's program beside the simulation."""
-    tap = Tap(case.q, case.v, config.block_m, config.block_n, program, len(FORWARD), -(-case.k.shape[1] // config.block_n))
+    tap = Tap(
+        case.q, case.v, config.block_m, config.block_n, program, len(FORWARD), -(-case.k.shape[1] // config.block_n)
+    )
     o, lse = launch.forward(case.inputs, config, tap.argument)
     head, i_m = _place(case, config, program)
     block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
     m, n = config.block_m, config.block_n
-    shapes = {"K": (n, block_d), "S_pre_scaling": (m, n), "M": (m,), "L": (m,), "P": (m, n), "V": (n, block_dv), "O_scale": (m, block_dv)}
+    shapes = {
+        "K": (n, block_d),
+        "S_pre_scaling": (m, n),
+        "M": (m,),
+        "L": (m,),
+        "P": (m, n),
+        "V": (n, block_dv),
+        "O_scale": (m, block_dv),
+    }
     shapes["O"] = shapes["O_scale"]
     tiling = Tiling(m, n)
     tensors = case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0)
     simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
-    exact = arrays(simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options))
+    exact = arrays(
+        simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options)
+    )
     blocks = simulate.key_blocks(i_m, case.q.shape[1], case.k.shape[1], tiling, case.options)
     values: Values = {"Q": tap.value(0, 0, m, block_d)}
     for step, i_n in enumerate(blocks):
@@ -59,9 +73,22 @@ def tap_forward(case: Case, config: Config, program: int) -> Traced:
     values |= {"O_final": stored(o, head, i_m, m), "LSE": simulate.tile(lse[0, head], i_m, m).double().cpu().numpy()}
     rows = min(m, case.q.shape[1] - i_m)
     kernel = crop(values, simulation, rows)
-    simulation, exact = ({name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()} for found in (simulation, exact))
+    simulation, exact = (
+        {name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()}
+        for found in (simulation, exact)
+    )
     place = f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}"
-    return Traced("flash_fwd_kernel", "forward", place, kernel, simulation, exact, len(blocks), FORWARD_ORDER, at=(head, i_m, rows))
+    return Traced(
+        "flash_fwd_kernel",
+        "forward",
+        place,
+        kernel,
+        simulation,
+        exact,
+        len(blocks),
+        FORWARD_ORDER,
+        at=(head, i_m, rows),
+    )
 
 
 def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> list[Traced]:
@@ -76,7 +103,11 @@ def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> 
     m, n, tiling = config.block_m, config.block_n, Tiling(config.block_m, config.block_n)
 
     i_n = key_program * n
-    pairs = [(h, i_m) for h in range(HEADS) for i_m in simulate.query_blocks(i_n, case.q.shape[1], case.k.shape[1], tiling, case.options)]
+    pairs = [
+        (h, i_m)
+        for h in range(HEADS)
+        for i_m in simulate.query_blocks(i_n, case.q.shape[1], case.k.shape[1], tiling, case.options)
+    ]
     shapes = {
         "Q": (m, block_d),
         "St": (n, m),
@@ -96,10 +127,20 @@ def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> 
 
     head, i_m = _place(case, config, program)
     blocks = simulate.key_blocks(i_m, case.q.shape[1], case.k.shape[1], tiling, case.options)
-    shapes = {"K": (n, block_d), "S": (m, n), "V": (n, block_dv), "dP": (m, n), "P": (m, n), "dS": (m, n), "dQ": (m, block_d)}
+    shapes = {
+        "K": (n, block_d),
+        "S": (m, n),
+        "V": (n, block_dv),
+        "dP": (m, n),
+        "P": (m, n),
+        "dS": (m, n),
+        "dQ": (m, block_d),
+    }
     values = {}
     for step, i_n in enumerate(blocks):
-        values |= {f"{name}_{step}": query_tap.value(i_n // n, DQ.index(name), *shape) for name, shape in shapes.items()}
+        values |= {
+            f"{name}_{step}": query_tap.value(i_n // n, DQ.index(name), *shape) for name, shape in shapes.items()
+        }
     if blocks:
         values["delta"] = query_tap.value(blocks[0] // n, DQ.index("delta"), m)
     return [keys, backward.of_queries(values, head, i_m, program)]

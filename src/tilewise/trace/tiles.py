@@ -10,13 +10,19 @@ Entry = TypeVar("Entry")
 
 
 def entry_of(request: Request, table: Sequence[Entry], *sizes: str) -> Entry | None:
-    """The configuration that --kernel-index names, None where there is no such option. It chooses `sizes`, which must then not be given."""
+    """The configuration that --kernel-index names, None where there is no such option.
+
+    It chooses `sizes`, which must then not be given.
+    """
     if request.kernel_index is None:
         return None
     if any(getattr(request, size) for size in sizes):
         raise UsageError(f"--kernel-index and {', '.join(map(option, sizes))} both choose tiles: give one of them")
     if not 0 <= request.kernel_index < len(table):
-        raise UsageError(f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity --list numbers them")
+        raise UsageError(
+            f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity"
+            " --list numbers them"
+        )
     return table[request.kernel_index]
 
 

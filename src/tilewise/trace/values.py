@@ -19,9 +19,11 @@ class MissingNameError(Exception):
 
 @dataclass(frozen=True)
 class Naming:
-    """Which variables of a kernel hold our values: before, in and after its loop over tiles. Of several candidates the first that occurs counts.
+    """Which variables of a kernel hold our values: before, in and after its loop over tiles. Of several candidates the
+    first that occurs counts.
 
-    In a step the last assignment counts; `first` names what the first one is, where that differs (O_scale for O). `anchor` tells the loop.
+    In a step the last assignment counts; `first` names what the first one is, where that differs (O_scale for O).
+    `anchor` tells the loop.
     """
 
     anchor: str
@@ -44,7 +46,9 @@ class Naming:
         def replace(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
             return {name: (given[name],) if name in given else candidates for name, candidates in names.items()}
 
-        return dataclasses.replace(self, step=replace(self.step), before=replace(self.before), after=replace(self.after))
+        return dataclasses.replace(
+            self, step=replace(self.step), before=replace(self.before), after=replace(self.after)
+        )
 
 
 def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str] = ()) -> tuple[Values, Lines]:
@@ -53,7 +57,9 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
     A MissingNameError where the anchor or a `required` one never occurs.
     """
     tiles = [event for event in events if event.value is None or event.value.ndim > 0]
-    anchor = next((i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim >= 2), None)
+    anchor = next(
+        (i for i, event in enumerate(tiles) if event.name in naming.step[naming.anchor] and event.value.ndim >= 2), None
+    )
     if anchor is None:
         raise MissingNameError(_missing(naming.anchor, naming.step[naming.anchor], tiles))
     before, steps, after = _split(tiles, anchor)
@@ -76,7 +82,9 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
             if found:
                 # Handing a helper's result on makes it no second time.
                 made = next(
-                    event for event in found if event.value is found[-1].value or np.array_equal(event.value, found[-1].value, equal_nan=True)
+                    event
+                    for event in found
+                    if event.value is found[-1].value or np.array_equal(event.value, found[-1].value, equal_nan=True)
                 )
                 keep(f"{name}_{number}", name, made)
                 # A kernel that rescales and adds in one statement has no value between the two.
@@ -94,7 +102,10 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
 
 def _missing(name: str, candidates: Sequence[str], tiles: Sequence[Event]) -> str:
     seen = ", ".join(dict.fromkeys(event.name for event in tiles if event.value is not None))
-    return f"no variable {' or '.join(candidates)} for {name} was assigned a tile: name it with --names {name}=...; seen were {seen or 'none'}"
+    return (
+        f"no variable {' or '.join(candidates)} for {name} was assigned a tile: name it with --names {name}=...; seen"
+        f" were {seen or 'none'}"
+    )
 
 
 def _loop(tiles: Sequence[Event], anchor: int) -> Event | None:

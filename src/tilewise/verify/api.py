@@ -32,8 +32,9 @@ def verify(
 
     Args:
         op: the operator's name, as `tilewise verify --list` has it.
-        impl: a callable with the operator's public signature without `backend`, run in this process; or `FILE.py:FUNCTION` /
-            `package.module:function`, run in processes of its own, so that a crash or a hang is a finding; or None, for tilewise's own backends.
+        impl: a callable with the operator's public signature without `backend`, run in this process; or
+            `FILE.py:FUNCTION` / `package.module:function`, run in processes of its own, so that a crash or a hang is a
+            finding; or None, for tilewise's own backends.
         configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
         dtypes: of fp32, fp16 and bf16.
         seed: of random inputs.
@@ -77,7 +78,9 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Result]:
         yield from results
 
 
-def search_failures(operator: Operator, impl: str | None, count: int, dtypes: Sequence[str], settings: Settings) -> list[Result]:
+def search_failures(
+    operator: Operator, impl: str | None, count: int, dtypes: Sequence[str], settings: Settings
+) -> list[Result]:
     """For each implementation the smallest failure among `count` drawn cases, where there is one."""
     failures = []
     for implementation in implementations(operator, impl):
@@ -88,13 +91,18 @@ def search_failures(operator: Operator, impl: str | None, count: int, dtypes: Se
     return failures
 
 
-def score(operator: Operator, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> Iterator[MutantResult]:
+def score(
+    operator: Operator, configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+) -> Iterator[MutantResult]:
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
     kernels = next((i for i in implementations(operator) if i.name == "triton"), None)
     mutants = planted(operator)
     if kernels is None or not mutants:
-        raise UsageError(f"no bugs can be planted in {operator.name}: they live in kernels, and none of its runs here (see tilewise doctor)")
+        raise UsageError(
+            f"no bugs can be planted in {operator.name}: they live in kernels, and none of its runs here (see tilewise"
+            " doctor)"
+        )
     names = list(configs) or [case.name for case in suite.standard(kernels.device, kernels.interpreted)]
     # One dtype after the other: most bugs show in any.
     order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
@@ -120,7 +128,12 @@ def _scored(operator: Operator, mutant: Mutant, last: Result) -> MutantResult:
 
 
 def _verify_here(
-    operator: Operator, function: Callable[..., Any], configs: Sequence[str], dtypes: Sequence[str], settings: Settings, search: int
+    operator: Operator,
+    function: Callable[..., Any],
+    configs: Sequence[str],
+    dtypes: Sequence[str],
+    settings: Settings,
+    search: int,
 ) -> Report:
     from tilewise.verify.run import Runner
 

@@ -17,7 +17,9 @@ def sequences(problem: Problem, inputs: Tensors) -> int:
 
 
 def reverse(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tensor]) -> Tensors:
-    """`tensors` (inputs, outputs or gradients by name) with the sequences in reverse order; `offsets` are those that `tensors` are packed by."""
+    """`tensors` (inputs, outputs or gradients by name) with the sequences in reverse order; `offsets` are those that
+    `tensors` are packed by.
+    """
     axes, packed = problem.axes(), problem.offsets()
     result = {}
     for name, x in tensors.items():

@@ -1,4 +1,7 @@
-"""Is a choice of blocks right? Judged by the scores of what was taken, for two scores that are equal within rounding may be taken for each other."""
+"""Is a choice of blocks right?
+
+Judged by the scores of what was taken, for two scores that are equal within rounding may be taken for each other.
+"""
 
 import torch
 
@@ -8,9 +11,10 @@ from tilewise.verify.compare import OUTPUT_FACTOR, rounding_floor
 def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: torch.Tensor) -> str:
     """What is wrong with `indices` [..., S] and where; empty where nothing is.
 
-    `scores` [..., blocks] are fp64 truth, +inf where a block is forced and -inf where it may not be chosen; `eager_scores` are what eager torch makes
-    of them in the precision under test. Indices ascend, with -1 behind the last; forced blocks are there and forbidden ones are not; as many are
-    chosen as can be; and of the others the i-th best score taken lies below the true i-th best by at most twice eager's error in the scores.
+    `scores` [..., blocks] are fp64 truth, +inf where a block is forced and -inf where it may not be chosen;
+    `eager_scores` are what eager torch makes of them in the precision under test. Indices ascend, with -1 behind the
+    last; forced blocks are there and forbidden ones are not; as many are chosen as can be; and of the others the i-th
+    best score taken lies below the true i-th best by at most twice eager's error in the scores.
     """
     if indices.shape[:-1] != scores.shape[:-1]:
         return f"shape {list(indices.shape)}, expected {[*scores.shape[:-1], indices.shape[-1]]}"
@@ -18,7 +22,11 @@ def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: t
         return ""
     indices, scores = indices.long(), scores.double()
     blocks = scores.shape[-1]
-    return _malformed(indices, blocks) or _forced_or_forbidden(indices, scores) or _too_low(indices, scores, _allowed_error(scores, eager_scores))
+    return (
+        _malformed(indices, blocks)
+        or _forced_or_forbidden(indices, scores)
+        or _too_low(indices, scores, _allowed_error(scores, eager_scores))
+    )
 
 
 def _allowed_error(scores: torch.Tensor, eager_scores: torch.Tensor) -> float:
@@ -76,24 +84,37 @@ def _forced_or_forbidden(indices: torch.Tensor, scores: torch.Tensor) -> str:
     missing = (scores == torch.inf) & ~taken
     if bool(missing.any()):
         *at, block = _first(missing)
-        return _says(tuple(at), f"block {block}, which is always chosen, is not in {indices[tuple(at)].tolist()}", missing)
+        return _says(
+            tuple(at), f"block {block}, which is always chosen, is not in {indices[tuple(at)].tolist()}", missing
+        )
     forbidden = (scores == -torch.inf) & taken
     if bool(forbidden.any()):
         *at, block = _first(forbidden)
-        return _says(tuple(at), f"block {block}, which may not be chosen, is in {indices[tuple(at)].tolist()}", forbidden)
+        return _says(
+            tuple(at), f"block {block}, which may not be chosen, is in {indices[tuple(at)].tolist()}", forbidden
+        )
     wanted = (scores != -torch.inf).sum(-1).clamp(max=indices.shape[-1])
     short = (taken.sum(-1) < wanted)[..., None]
     if bool(short.any()):
         *at, _ = _first(short)
-        return _says(tuple(at), f"{int(wanted[tuple(at)])} blocks can be chosen, and {indices[tuple(at)].tolist()} are", short)
+        return _says(
+            tuple(at), f"{int(wanted[tuple(at)])} blocks can be chosen, and {indices[tuple(at)].tolist()} are", short
+        )
     return ""
 
 
 def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str:
-    """The scores taken beside the best ones, both from the best down; forced blocks, right by now, lead in both and cancel."""
+    """The scores taken beside the best ones, both from the best down; forced blocks, right by now, lead in both and
+    cancel.
+    """
     count = min(indices.shape[-1], scores.shape[-1])
     best = scores.sort(dim=-1, descending=True).values[..., :count]
-    taken = scores.gather(-1, indices.clamp(min=0)).masked_fill(indices == -1, -torch.inf).sort(dim=-1, descending=True).values[..., :count]
+    taken = (
+        scores.gather(-1, indices.clamp(min=0))
+        .masked_fill(indices == -1, -torch.inf)
+        .sort(dim=-1, descending=True)
+        .values[..., :count]
+    )
     # An infinity less itself is NaN, which is not above what is allowed.
     low = best - taken > allowed
     if not bool(low.any()):
@@ -104,5 +125,8 @@ def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str
     wanted = sorted(scores[row].argsort(descending=True, stable=True)[: len(chosen)].tolist())
     gap = (best - taken)[(*row, i)].item()
     return _says(
-        row, f"blocks {chosen} are chosen, the best are {wanted}: a score {gap:.3g} below what it should be, where {allowed:.3g} is allowed", low
+        row,
+        f"blocks {chosen} are chosen, the best are {wanted}: a score {gap:.3g} below what it should be, where"
+        f" {allowed:.3g} is allowed",
+        low,
     )

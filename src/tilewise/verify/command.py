@@ -45,11 +45,19 @@ def run_request(request: Request, console: Console) -> bool:
     operators = _operators(request)
     for path in (request.json, request.html):
         if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}")
-    plans = [(operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings)) for operator in operators]
+            raise UsageError(
+                f"{path}: expected the name of a"
+                f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
+            )
+    plans = [
+        (operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings))
+        for operator in operators
+    ]
     report = Report()
     with _progress(console) as progress:
-        total = sum(len(checks) for _, checks in plans) + (sum(len(planted(operator)) for operator in operators) if request.mutants else 0)
+        total = sum(len(checks) for _, checks in plans) + (
+            sum(len(planted(operator)) for operator in operators) if request.mutants else 0
+        )
         task = progress.add_task("", total=total)
         for line in _run(request, plans, report):
             _print(console, line)
@@ -75,7 +83,9 @@ def list_cases(operators: Sequence[str], console: Console) -> None:
             console.print(f"  {case.name:<16} {case.about}  [dim]{case.problem}[/]", highlight=False)
         mutants = planted(operator)
         if mutants:
-            console.print(f"  {len(mutants)} planted bugs: {', '.join(mutant.name for mutant in mutants)}", highlight=False)
+            console.print(
+                f"  {len(mutants)} planted bugs: {', '.join(mutant.name for mutant in mutants)}", highlight=False
+            )
 
 
 def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[str]:

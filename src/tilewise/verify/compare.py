@@ -12,11 +12,12 @@ from tilewise.verify.heat import HeatMap, heat_map
 # How many times eager torch's error an implementation may make.
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-# Roundings in fp32 on the way to a result that eager torch may happen to get exactly (a softmax over one key) or sum in a better order: n terms of
-# one sign, added one by one, lose half a rounding times the root of n, and some hundred are common.
+# Roundings in fp32 on the way to a result that eager torch may happen to get exactly (a softmax over one key) or sum in
+# a better order: n terms of one sign, added one by one, lose half a rounding times the root of n, and some hundred are
+# common.
 INNER_ROUNDINGS = 8
-# On a GPU fp32 products run as three TF32 products. Each operand keeps 21 bits (cut, not rounded: 4 fp32 roundings each), and the product of the
-# two rests is dropped (8): 16 a product, and two products stand in a row.
+# On a GPU fp32 products run as three TF32 products. Each operand keeps 21 bits (cut, not rounded: 4 fp32 roundings
+# each), and the product of the two rests is dropped (8): 16 a product, and two products stand in a row.
 THREE_TF32_ROUNDINGS = 32
 # A truth whose mean square is not larger than this many times what is allowed cannot tell right from wrong.
 TELLING = 4.0
@@ -69,7 +70,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tensor's error may be: `largest` in any element, `rms` in the mean square, or where rtol is given atol + rtol · |truth| in each."""
+    """What a tensor's error may be: `largest` in any element, `rms` in the mean square, or where rtol is given atol +
+    rtol · |truth| in each.
+    """
 
     largest: float = math.inf
     rms: float = math.inf
@@ -80,19 +83,27 @@ class Limits:
 def rounding_floor(dtype: torch.dtype, device: torch.device) -> float:
     """The relative error that rounding alone may cost.
 
-    Two roundings in `dtype`, each of half the distance between two numbers: of an operand, and of the result; and those in fp32 on the way.
+    Two roundings in `dtype`, each of half the distance between two numbers: of an operand, and of the result; and those
+    in fp32 on the way.
     """
     inner = INNER_ROUNDINGS + (THREE_TF32_ROUNDINGS if device.type == "cuda" and dtype == torch.float32 else 0)
     return torch.finfo(dtype).eps + inner * torch.finfo(torch.float32).eps
 
 
 def limits_from_eager(
-    truth: torch.Tensor, eager: torch.Tensor, *, gradient: bool = False, floor: float = 0.0, further: torch.Tensor | None = None
+    truth: torch.Tensor,
+    eager: torch.Tensor,
+    *,
+    gradient: bool = False,
+    floor: float = 0.0,
+    further: torch.Tensor | None = None,
 ) -> Limits:
-    """Limits from what `eager` torch makes of `truth` in its precision, and from a `further` error that the contract itself costs.
+    """Limits from what `eager` torch makes of `truth` in its precision, and from a `further` error that the contract
+    itself costs.
 
-    The greatest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor: what rounding alone may cost
-    the largest value, and `floor` times that value. Where the truth is zero everywhere by definition, only what eager makes of it is allowed.
+    The greatest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor:
+    what rounding alone may cost the largest value, and `floor` times that value. Where the truth is zero everywhere by
+    definition, only what eager makes of it is allowed.
     """
     expected = truth[truth.isfinite()].double()
     if expected.numel() == 0:
@@ -103,11 +114,16 @@ def limits_from_eager(
     # A mean square error is well below half of the worst case.
     floor = floor + rounding_floor(eager.dtype, eager.device)
     factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
-    return Limits(max(factor * error.max().item(), floor * expected.abs().max().item()), max(factor * _rms(error), floor / 2 * _rms(expected)))
+    return Limits(
+        max(factor * error.max().item(), floor * expected.abs().max().item()),
+        max(factor * _rms(error), floor / 2 * _rms(expected)),
+    )
 
 
 def is_telling(truth: torch.Tensor, limits: Limits) -> bool:
-    """Whether a wrong result could fail these limits; true for a truth that is zero by definition, where the floor alone judges."""
+    """Whether a wrong result could fail these limits; true for a truth that is zero by definition, where the floor
+    alone judges.
+    """
     expected = truth[truth.isfinite()].double()
     return expected.numel() == 0 or expected.abs().max().item() <= ZERO or _rms(expected) >= TELLING * limits.rms
 
@@ -121,7 +137,8 @@ def compare(
     axes: str,
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> Comparison:
-    """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must stand exactly where the truth has it.
+    """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must stand exactly where the
+    truth has it.
 
     `axes` and `others` (the truth of the operator's other results) are for the diagnosis of what fails.
     """
@@ -152,7 +169,9 @@ def compare(
 def compare_tensors(
     a: torch.Tensor, b: torch.Tensor, name: str = "tensor", rtol: float = RTOL, atol: float = ATOL, verbose: bool = True
 ) -> Comparison:
-    """Compare `a` with `b`, taken for the truth, as torch.allclose does, with statistics and a diagnosis; `verbose` prints them."""
+    """Compare `a` with `b`, taken for the truth, as torch.allclose does, with statistics and a diagnosis; `verbose`
+    prints them.
+    """
     a = a if a.is_floating_point() else a.double()
     comparison = compare(name, a, b.double(), a.dtype, Limits(rtol=rtol, atol=atol), "?" * b.ndim)
     if verbose:
@@ -173,10 +192,22 @@ def _verdict(
 ) -> tuple[str, str]:
     """Status and sentence of what is wrong; empty where nothing is."""
     if limits.rtol is None and not is_telling(truth, limits):
-        return UNFIT, f"the reference, {_rms(expected):.2e} in the mean square, is not large against the {limits.rms:.2e} allowed: nothing could fail"
+        return (
+            UNFIT,
+            (
+                f"the reference, {_rms(expected):.2e} in the mean square, is not large against the {limits.rms:.2e}"
+                " allowed: nothing could fail"
+            ),
+        )
     if bool(bad.any()):
         at = tuple(int(i) for i in bad.nonzero()[0])
-        return NON_FINITE, f"{actual[at].item():.6g} at {list(at)}, expected {truth[at].item():.6g} ({int(bad.sum())} of {bad.numel()} elements)"
+        return (
+            NON_FINITE,
+            (
+                f"{actual[at].item():.6g} at {list(at)}, expected {truth[at].item():.6g} ({int(bad.sum())} of"
+                f" {bad.numel()} elements)"
+            ),
+        )
     if bool((diff > allowed).any()):
         at = tuple(int(i) for i in truth.isfinite().nonzero()[(diff - allowed).argmax()])
         return WRONG, f"worst at {list(at)}: {actual[at].item():.6g}, expected {truth[at].item():.6g}"
@@ -186,7 +217,13 @@ def _verdict(
 
 
 def _failure(
-    status: str, problem: str, actual: torch.Tensor, truth: torch.Tensor, limits: Limits, axes: str, others: Mapping[str, torch.Tensor]
+    status: str,
+    problem: str,
+    actual: torch.Tensor,
+    truth: torch.Tensor,
+    limits: Limits,
+    axes: str,
+    others: Mapping[str, torch.Tensor],
 ) -> Failure:
     rtol, atol = (RTOL, ATOL) if limits.rtol is None else (limits.rtol, limits.atol)
     actual, truth = actual.detach().double().cpu(), truth.cpu()
@@ -210,7 +247,11 @@ def _failure(
         worst,
         actual[worst].item(),
         truth[worst].item(),
-        heat_map(diff / (atol + rtol * truth.abs() if limits.rtol is not None else largest or torch.finfo(torch.float32).tiny), axes),
+        heat_map(
+            diff
+            / (atol + rtol * truth.abs() if limits.rtol is not None else largest or torch.finfo(torch.float32).tiny),
+            axes,
+        ),
     )
 
 

@@ -1,15 +1,24 @@
-"""What shape an error has: the mistake that explains it all, or else where it lies. For people who debug a kernel; the verdict is `compare`'s."""
+"""What shape an error has: the mistake that explains it all, or else where it lies.
+
+For people who debug a kernel; the verdict is `compare`'s.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 
 import torch
 
-NOUNS = {"B": ("batch entry", "batch entries"), "T": ("row", "rows"), "H": ("head", "heads"), "D": ("channel", "channels")}
+NOUNS = {
+    "B": ("batch entry", "batch entries"),
+    "T": ("row", "rows"),
+    "H": ("head", "heads"),
+    "D": ("channel", "channels"),
+}
 TILES = (128, 64, 32, 16)
 # Fewer elements fit a factor, or another head, by chance.
 MIN_ELEMENTS = 8
-# A mistake explains an error where it leaves this many times less of it. A factor or an offset may be close to none, and leave little to gain.
+# A mistake explains an error where it leaves this many times less of it. A factor or an offset may be close to none,
+# and leave little to gain.
 BETTER = 10.0
 BETTER_CONSTANT = 5.0
 # More heads than this are not searched for each other's values.
@@ -19,11 +28,18 @@ MAX_LISTED = 4
 NAME_TOLERANCE = 5e-3
 
 
-def diagnose(actual: torch.Tensor, expected: torch.Tensor, allowed: float, axes: str, others: Mapping[str, torch.Tensor] | None = None) -> list[str]:
-    """Say in short sentences, most telling first, how `actual` differs from `expected`, fp64 truth; empty where no error is above `allowed`.
+def diagnose(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    allowed: float,
+    axes: str,
+    others: Mapping[str, torch.Tensor] | None = None,
+) -> list[str]:
+    """Say in short sentences, most telling first, how `actual` differs from `expected`, fp64 truth; empty where no
+    error is above `allowed`.
 
-    `axes` has a letter an axis: B batch, T tokens, H heads, D channels, any other stands for itself. `others` are the truths of the operator's other
-    results by name: a kernel may have written one in place of another.
+    `axes` has a letter an axis: B batch, T tokens, H heads, D channels, any other stands for itself. `others` are the
+    truths of the operator's other results by name: a kernel may have written one in place of another.
     """
     if actual.shape != expected.shape:
         return [f"has shape {list(actual.shape)} in place of {list(expected.shape)}"]
@@ -36,14 +52,17 @@ def diagnose(actual: torch.Tensor, expected: torch.Tensor, allowed: float, axes:
     if not bad.any():
         return []
     whole = _whole(got, truth, allowed, letters, others or {})
-    # A slice whose truth is about zero, or infinite, is easily right, whatever else is wrong: that it is right tells nothing.
+    # A slice whose truth is about zero, or infinite, is easily right, whatever else is wrong: that it is right tells
+    # nothing.
     telling = truth.isfinite() & (truth.abs() > allowed)
     where = _where(bad, telling if telling.any() else ~telling, letters)
     spread = None if whole or where else _spread(got, truth, bad & comparable, comparable)
     return ([whole] if whole else []) + _non_finite(got, truth) + where + ([spread] if spread else [])
 
 
-def _whole(got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: str, others: Mapping[str, torch.Tensor]) -> str | None:
+def _whole(
+    got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: str, others: Mapping[str, torch.Tensor]
+) -> str | None:
     """The first mistake that explains all finite elements, or whole heads or batch entries of them."""
     if not got.any():
         return "all zero"
@@ -71,7 +90,9 @@ def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def _explains(got: torch.Tensor, candidate: torch.Tensor, plain: torch.Tensor, limit: float, better: float = BETTER) -> bool:
+def _explains(
+    got: torch.Tensor, candidate: torch.Tensor, plain: torch.Tensor, limit: float, better: float = BETTER
+) -> bool:
     """Whether `got` is `candidate` rather than the truth, from which its error is `plain`."""
     # One channel is enough to rule most candidates out, and costs little.
     if got.numel() < MIN_ELEMENTS or not _error(got[..., :1], candidate[..., :1]).max() <= limit:
@@ -83,7 +104,8 @@ def _explains(got: torch.Tensor, candidate: torch.Tensor, plain: torch.Tensor, l
     if both.sum() < MIN_ELEMENTS:
         return False
     rest, plain = rest[both], plain[both]
-    # The median: where a few elements are far greater than the rest, they alone make the mean square, and the rest must fit too.
+    # The median: where a few elements are far greater than the rest, they alone make the mean square, and the rest must
+    # fit too.
     return better * _rms(rest) < _rms(plain) and bool(rest.median() <= plain.median())
 
 
@@ -95,7 +117,11 @@ def _constant(got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: s
     factor = ((got * truth).sum() / truth.square().sum()).item()
     offset = (got - truth).mean().item()
     candidates = (
-        (factor * truth, allowed * (1 + abs(factor)), f"off by a constant factor: {factor:.4g}{_factor_name(factor, channels)}"),
+        (
+            factor * truth,
+            allowed * (1 + abs(factor)),
+            f"off by a constant factor: {factor:.4g}{_factor_name(factor, channels)}",
+        ),
         (truth + offset, allowed * 2, f"off by a constant offset: {offset:+.4g}"),
     )
     fits = []
@@ -103,7 +129,9 @@ def _constant(got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: s
         limit = max(slack, 1e-2 * _largest(candidate))
         rest = _rms(got - candidate)
         # What is about zero fits any small factor: the candidate must be most of what is there.
-        if BETTER_CONSTANT * rest <= _rms(candidate) and _explains(got, candidate, (got - truth).abs(), limit, BETTER_CONSTANT):
+        if BETTER_CONSTANT * rest <= _rms(candidate) and _explains(
+            got, candidate, (got - truth).abs(), limit, BETTER_CONSTANT
+        ):
             fits.append((rest, sentence))
     return min(fits)[1] if fits else None
 
@@ -154,18 +182,23 @@ def _transposed(got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, lim
     return None
 
 
-def _exchanged(got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, allowed: float, limit: float, letters: str) -> str | None:
+def _exchanged(
+    got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, allowed: float, limit: float, letters: str
+) -> str | None:
     for axis, letter in enumerate(letters):
         if letter not in "HB" or not 2 <= got.shape[axis] <= MAX_SEARCHED:
             continue
         one = NOUNS[letter][0]
         a, e, error = (x.movedim(axis, 0).reshape(got.shape[axis], -1) for x in (got, truth, plain))
-        # One product of matrices finds each slice's nearest truth, over the finite elements of the slice; only that one is looked at closely.
+        # One product of matrices finds each slice's nearest truth, over the finite elements of the slice; only that one
+        # is looked at closely.
         a0, e0 = a.nan_to_num(0.0, 0.0, 0.0), e.nan_to_num(0.0, 0.0, 0.0)
         nearest = (a.isfinite().double() @ e0.square().T - 2 * a0 @ e0.T).argmin(1).tolist()
         wrong = (error.amax(1) > allowed).tolist()
         pairs = [
-            f"{one} {i} holds {one} {j}'s values" for i, j in enumerate(nearest) if i != j and wrong[i] and _explains(a[i], e[j], error[i], limit)
+            f"{one} {i} holds {one} {j}'s values"
+            for i, j in enumerate(nearest)
+            if i != j and wrong[i] and _explains(a[i], e[j], error[i], limit)
         ]
         if pairs:
             more = f" and {len(pairs) - MAX_LISTED} more" if len(pairs) > MAX_LISTED else ""
@@ -197,7 +230,8 @@ def _parts(bad: torch.Tensor, telling: torch.Tensor, letters: str) -> Iterator[t
         hits, count = int(hit.sum()), int(judged.sum())
         if hits == count:
             continue
-        # Bad elements at random places leave some slices out too: say nothing where chance would do. A few have their places named anyway.
+        # Bad elements at random places leave some slices out too: say nothing where chance would do. A few have their
+        # places named anyway.
         missed_by_chance = count * (1 - total * size / (bad.numel() * count)) ** (bad.numel() / size)
         if total <= MAX_LISTED or count - hits > 10 * missed_by_chance or 2 * hits <= count - missed_by_chance:
             yield hits / count, _positions(hit.nonzero().flatten().tolist(), size, letter)
@@ -226,7 +260,9 @@ def _positions(hit: list[int], size: int, letter: str) -> str:
 
 
 def _last_tile(first: int, size: int) -> int | None:
-    """The largest tile size of which the last tile, whole or not, starts at the first bad row, else of which it holds all bad rows."""
+    """The largest tile size of which the last tile, whole or not, starts at the first bad row, else of which it holds
+    all bad rows.
+    """
     starts = {tile: (size - 1) // tile * tile for tile in TILES}
     holds = [tile for tile in TILES if 0 < starts[tile] <= first]
     return next((tile for tile in holds if starts[tile] == first), holds[0] if holds else None)
@@ -243,4 +279,8 @@ def _spread(got: torch.Tensor, truth: torch.Tensor, bad: torch.Tensor, comparabl
     mean, rms = error.mean().item(), _rms(error)
     # A mean that is neither small beside the error nor what chance makes of so many elements.
     biased = abs(mean) > max(0.2, 4 / math.sqrt(error.numel())) * rms
-    return sentence + (f"; the error leans to one side, its mean is {mean:+.2g}" if biased else "; the error looks like noise, its mean is about 0")
+    return sentence + (
+        f"; the error leans to one side, its mean is {mean:+.2g}"
+        if biased
+        else "; the error looks like noise, its mean is about 0"
+    )

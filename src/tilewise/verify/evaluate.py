@@ -20,14 +20,27 @@ class ModifiedError(Exception):
 
 
 def evaluate(
-    problem: Problem, function: Callable[..., Any], inputs: Tensors, dtype: torch.dtype, incoming: Incoming | None, **further: Any
+    problem: Problem,
+    function: Callable[..., Any],
+    inputs: Tensors,
+    dtype: torch.dtype,
+    incoming: Incoming | None,
+    **further: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """What `function` returns, by name, and with `incoming` the gradients of its floating inputs, None where none arrives.
+    """What `function` returns, by name, and with `incoming` the gradients of its floating inputs, None where none
+    arrives.
 
-    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`: all runs see the same.
+    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`:
+    all runs see the same.
     """
-    leaves = {name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()}
-    outputs = _named(problem, function(**problem.arguments(leaves), **problem.options(), **further), next(iter(inputs.values())).device)
+    leaves = {
+        name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()
+    }
+    outputs = _named(
+        problem,
+        function(**problem.arguments(leaves), **problem.options(), **further),
+        next(iter(inputs.values())).device,
+    )
     # Clones: an implementation may hand out the same memory again.
     results: dict[str, torch.Tensor | None] = {name: x.detach().clone() for name, x in outputs.items()}
     if incoming is None:
@@ -36,12 +49,20 @@ def evaluate(
     heads = {name: x for name, x in outputs.items() if x.requires_grad}
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
     if heads:
-        arriving = [incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype) for name, x in heads.items()]
+        arriving = [
+            incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype)
+            for name, x in heads.items()
+        ]
         # Where inputs have strides of their own, so have the gradients that arrive.
         strided = not all(x.is_contiguous() for x in inputs.values())
-        arriving = [_laid_out(gradient.to(x.device, x.dtype), strided) for gradient, x in zip(arriving, heads.values(), strict=True)]
+        arriving = [
+            _laid_out(gradient.to(x.device, x.dtype), strided)
+            for gradient, x in zip(arriving, heads.values(), strict=True)
+        ]
         before = [gradient.clone() for gradient in arriving]
-        gradients = torch.autograd.grad(list(heads.values()), [leaves[name] for name in wanted], arriving, allow_unused=True)
+        gradients = torch.autograd.grad(
+            list(heads.values()), [leaves[name] for name in wanted], arriving, allow_unused=True
+        )
         for name, gradient, copy in zip(heads, arriving, before, strict=True):
             if not torch.equal(gradient, copy):
                 raise ModifiedError(f"the incoming gradient of {name} is not what it was before the backward")
@@ -67,7 +88,9 @@ def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
         values.pop()
     if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)
-        raise WrongReturnError(f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}")
+        raise WrongReturnError(
+            f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}"
+        )
     for name, x in zip(problem.outputs, values, strict=True):
         if x.device != device or x.layout != torch.strided:
             raise WrongReturnError(f"{name} is a {x.layout} tensor on {x.device}: expected an ordinary one on {device}")

@@ -24,14 +24,23 @@ MOST_CELLS = 100_000
 UNFOLDED = 10
 
 
-def render_html(report: Report, environment: Mapping[str, str], command: str, doctor: Sequence[Mapping[str, str]] = ()) -> str:
-    """The page for `report`, with the `environment` it was made in, the `command` that made it and what `doctor` found worth saying."""
+def render_html(
+    report: Report, environment: Mapping[str, str], command: str, doctor: Sequence[Mapping[str, str]] = ()
+) -> str:
+    """The page for `report`, with the `environment` it was made in, the `command` that made it and what `doctor` found
+    worth saying.
+    """
     shown = _shown(report.results)
     return _template().render(
         report=report,
         verdict="PASS" if report.passed else "FAIL",
         sentences=_sentences(report),
-        warnings=[(result.check, finding) for result in report.results for finding in result.findings if finding.severity == WARNING],
+        warnings=[
+            (result.check, finding)
+            for result in report.results
+            for finding in result.findings
+            if finding.severity == WARNING
+        ],
         caught=sum(mutant.caught for mutant in report.mutants),
         mutants=sorted(report.mutants, key=lambda mutant: mutant.caught),
         environment=environment,
@@ -100,7 +109,11 @@ class Group:
 @cache
 def _template() -> Template:
     environment = Environment(
-        loader=PackageLoader("tilewise.verify"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("tilewise.verify"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"number": _number, "value": _value, "share": _share, "tolerance": _tolerance}
     return environment.get_template("report.html.j2")
@@ -158,10 +171,17 @@ def _map(heat: HeatMap, draw: bool, measure: str) -> Map:
     columns = len(heat.cells[0])
     wide = columns <= WIDE_TILES
     every = 1 if wide else LABEL_EVERY
-    summary = f"Worst in head {row}, the tile from token {column * heat.tile} on: {_multiple(heat.cells[row][column])}.{measure}"
+    summary = (
+        f"Worst in head {row}, the tile from token {column * heat.tile} on:"
+        f" {_multiple(heat.cells[row][column])}.{measure}"
+    )
     labels = tuple(
         # What is left of the columns may be too narrow for a label.
-        Label(str(first * heat.tile) if columns - first >= every else "", min(every, columns - first), first <= column < first + every)
+        Label(
+            str(first * heat.tile) if columns - first >= every else "",
+            min(every, columns - first),
+            first <= column < first + every,
+        )
         for first in range(0, columns, every)
     )
     rows = tuple(

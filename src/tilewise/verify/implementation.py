@@ -33,10 +33,14 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        raise UsageError(f"--impl {implementation.name}: {place} does not import: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"--impl {implementation.name}: {place} does not import: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_")))
+        found = ", ".join(
+            sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        )
         raise UsageError(f"--impl {implementation.name}: {place} has no function {name!r}: it has {found or 'none'}")
     return function
 
@@ -50,7 +54,11 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
         return
     lacking: dict[str, list[str]] = {}
     for case in cases:
-        arguments = {**case.problem.arguments(case.problem.tensors(_no_values)), **case.problem.options(), **case.problem.returning}
+        arguments = {
+            **case.problem.arguments(case.problem.tensors(_no_values)),
+            **case.problem.options(),
+            **case.problem.returning,
+        }
         parameters = signature.parameters
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         missing = [] if any_name else [argument for argument in arguments if argument not in parameters]

@@ -1,4 +1,7 @@
-"""A report as JSON. `report.schema.json` beside this file says what every field is; its version changes when a reader would have to."""
+"""A report as JSON.
+
+`report.schema.json` beside this file says what every field is; its version changes when a reader would have to.
+"""
 
 import dataclasses
 import json

@@ -15,7 +15,9 @@ FIRST_BYTES = 100_003
 
 
 def grows_as_square(peaks: list[int], tokens: int) -> bool:
-    """Whether peaks at T, 2T and 4T tokens hold a part that grows as T²: their second difference is that part's alone."""
+    """Whether peaks at T, 2T and 4T tokens hold a part that grows as T²: their second difference is that
+    part's alone.
+    """
     one, two, four = peaks
     square = ((four - two) - 2 * (two - one)) / 6
     return square > SQUARE_BYTES * tokens**2
@@ -67,7 +69,9 @@ def _totals(profile: Any) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """What earlier calls left in cycles is gone, and what the call leaves stays: else the peak would depend on when Python collects."""
+    """What earlier calls left in cycles is gone, and what the call leaves stays: else the peak would depend on when
+    Python collects.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -28,7 +28,8 @@ def patterns(results: Sequence[Result]) -> list[str]:
         common = _common([suite.find(name).problem for name in failed], [suite.find(name).problem for name in passed])
         if common:
             sentences.append(
-                f"{operator} {implementation}: {common} in all {len(failed)} cases that failed, and in none of the {len(passed)} that passed"
+                f"{operator} {implementation}: {common} in all {len(failed)} cases that failed, and in none of the"
+                f" {len(passed)} that passed"
             )
     return sentences
 
@@ -39,7 +40,11 @@ def _common(failed: Sequence[Problem], passed: Sequence[Problem]) -> str:
     # Each trait by the failed cases that have it, and by the passed ones.
     table = [(name, [has(problem) for problem in failed], [has(problem) for problem in passed]) for name, has in traits]
     shared = [(name, among_passed) for name, among_failed, among_passed in table if all(among_failed)]
-    shared += [(_negated(name), [not has for has in among_passed]) for name, among_failed, among_passed in table if not any(among_failed)]
+    shared += [
+        (_negated(name), [not has for has in among_passed])
+        for name, among_failed, among_passed in table
+        if not any(among_failed)
+    ]
     if len(failed) >= 2 and len(passed) >= 2:
         for name, among_passed in shared:
             if not any(among_passed):
@@ -58,8 +63,15 @@ def _negated(name: str) -> str:
 def _traits(example: Problem) -> list[tuple[str, Callable[[Problem], bool]]]:
     traits: list[tuple[str, Callable[[Problem], bool]]] = []
     for tile in TILES:
-        traits.append((f"a sequence is longer than {tile}", partial(_any_length, lambda length, tile: length > tile, tile)))
-        traits.append((f"a length is not a multiple of {tile}", partial(_any_length, lambda length, tile: length % tile != 0, tile)))
+        traits.append(
+            (f"a sequence is longer than {tile}", partial(_any_length, lambda length, tile: length > tile, tile))
+        )
+        traits.append(
+            (
+                f"a length is not a multiple of {tile}",
+                partial(_any_length, lambda length, tile: length % tile != 0, tile),
+            )
+        )
     for field in dataclasses.fields(example):
         traits.append((f"{field.name} is given", partial(_is_given, field.name, field.default)))
     return traits

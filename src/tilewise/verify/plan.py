@@ -20,12 +20,18 @@ def implementations(operator: Operator, external: str | None = None) -> list[Imp
         return [Implementation(external, "cuda" if gpu else "cpu", external=True)]
     from tilewise.ops._host.backend import interpreting
 
-    found = [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())] if interpreting() or gpu else []
+    found = (
+        [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())]
+        if interpreting() or gpu
+        else []
+    )
     found.append(Implementation("cpu", "cpu"))
     wanted = os.environ.get("TILEWISE_BACKEND")
     chosen = [implementation for implementation in found if wanted in (None, "", implementation.name)]
     if not chosen:
-        raise UsageError(f"TILEWISE_BACKEND is {wanted!r}: expected one that runs here, {' or '.join(i.name for i in found)}")
+        raise UsageError(
+            f"TILEWISE_BACKEND is {wanted!r}: expected one that runs here, {' or '.join(i.name for i in found)}"
+        )
     return chosen
 
 
@@ -40,10 +46,13 @@ def planted(operator: Operator) -> tuple[Mutant, ...]:
     return suite.planted(torch.cuda.get_device_capability() if compiled else None)
 
 
-def plan(operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings) -> list[Check]:
+def plan(
+    operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+) -> list[Check]:
     """The standard checks of an operator, or those of the cases in `configs`.
 
-    Cases in `configs` are checked in every dtype, and so are the standard ones, but for our own backends without a GPU, where each of them takes
+    Cases in `configs` are checked in every dtype, and so are the standard ones, but for our own backends without a GPU,
+    where each of them takes
     long: there `small` is, and every other case in one dtype, in turn, and in another one on the next backend.
     """
     suite: Suite = operator.load("suite")

@@ -12,10 +12,14 @@ from tilewise.verify.suite import Mutant
 
 
 def plant(mutant: Mutant) -> None:
-    """From now on this process imports `mutant.module` with its bug; nothing of tilewise.ops may have been imported before."""
+    """From now on this process imports `mutant.module` with its bug; nothing of tilewise.ops may have been imported
+    before.
+    """
     imported = [name for name in sys.modules if name.startswith("tilewise.ops")]
     if imported:
-        raise RuntimeError(f"{imported[0]} is already imported, so {mutant.name!r} cannot be planted: plant in a fresh process")
+        raise RuntimeError(
+            f"{imported[0]} is already imported, so {mutant.name!r} cannot be planted: plant in a fresh process"
+        )
     sys.meta_path.insert(0, _Finder(mutant))
 
 
@@ -23,7 +27,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != f"tilewise.ops.{self._mutant.module}":
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

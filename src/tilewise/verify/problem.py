@@ -1,4 +1,6 @@
-"""A problem: one operator's sizes and options, which read and write as one line (`B=1,T=64,causal=true`) and make the inputs."""
+"""A problem: one operator's sizes and options, which read and write as one line (`B=1,T=64,causal=true`) and make the
+inputs.
+"""
 
 import dataclasses
 import typing
@@ -18,7 +20,9 @@ GUARD = 512
 
 @dataclass(frozen=True)
 class Problem:
-    """Base of each operator's problem: a frozen dataclass of int, float, bool, str and tuples of int, every field with a default."""
+    """Base of each operator's problem: a frozen dataclass of int, float, bool, str and tuples of int, every field with
+    a default.
+    """
 
     # What the operator returns, in order.
     outputs: ClassVar[tuple[str, ...]]
@@ -38,7 +42,9 @@ class Problem:
         raise NotImplementedError
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
-        """The arguments that `tensors` become: each under its name, unless some reach the function inside another, such as a model's weights."""
+        """The arguments that `tensors` become: each under its name, unless some reach the function inside another, such
+        as a model's weights.
+        """
         return dict(tensors)
 
     def axes(self) -> dict[str, str]:
@@ -70,7 +76,9 @@ class Problem:
         return 0.0
 
     def storage_cost(self, _truth: Tensors, _incoming: Tensors, _dtype: torch.dtype) -> Tensors | None:
-        """What a backward pays for starting from outputs as they are stored, rounded to `dtype`, as incoming gradients with that effect."""
+        """What a backward pays for starting from outputs as they are stored, rounded to `dtype`, as incoming gradients
+        with that effect.
+        """
         return None
 
     def judge_choice(self, _name: str, _actual: torch.Tensor, _inputs: Tensors, _dtype: torch.dtype) -> str:
@@ -78,12 +86,16 @@ class Problem:
         raise NotImplementedError
 
     def given_choice(self, _choices: Tensors) -> dict[str, torch.Tensor]:
-        """Arguments that make the reference use these choices, right or wrong, so that the rest is compared under the same; none where it cannot."""
+        """Arguments that make the reference use these choices, right or wrong, so that the rest is compared under the
+        same; none where it cannot.
+        """
         return {}
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The problem that `text` describes: NAME=VALUE, or NAME alone for true, joined by commas; fields left out keep their defaults."""
+        """The problem that `text` describes: NAME=VALUE, or NAME alone for true, joined by commas; fields left out keep
+        their defaults.
+        """
         types = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
@@ -92,7 +104,9 @@ class Problem:
             if not equals and types.get(name) is bool:
                 equals, value = "=", "true"
             if not equals or name not in names:
-                raise ValueError(f"{part.strip()!r} is not a parameter: expected NAME=VALUE with a name out of {', '.join(names)}")
+                raise ValueError(
+                    f"{part.strip()!r} is not a parameter: expected NAME=VALUE with a name out of {', '.join(names)}"
+                )
             try:
                 values[name] = _read(value, types[name])
             except ValueError:
@@ -104,7 +118,13 @@ class Problem:
         return ",".join(f"{name}={_write(value)}" for name, value, default in shown if value != default)
 
 
-_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "integers joined by /, such as 0/70/1"}
+_KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    tuple: "integers joined by /, such as 0/70/1",
+}
 
 
 def _kind(annotation: Any) -> type:

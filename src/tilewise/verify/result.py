@@ -14,11 +14,19 @@ ERROR, CRASH, HANG = "error", "crash", "hang"
 INTERNAL = "verify itself failed"
 UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
 UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
-PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = "reads padding", "fails on strided inputs", "memory grows as T²", "no gradient", "wrong choice"
+PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (
+    "reads padding",
+    "fails on strided inputs",
+    "memory grows as T²",
+    "no gradient",
+    "wrong choice",
+)
 
 
 class Implementation(NamedTuple):
-    """What is checked: one of the operator's backends, or `FILE.py:FUNCTION` / `package.module:function`, on a device."""
+    """What is checked: one of the operator's backends, or `FILE.py:FUNCTION` / `package.module:function`,
+    on a device.
+    """
 
     name: str
     device: str
@@ -106,7 +114,11 @@ class Result:
     def worst(self) -> Comparison | None:
         """The first tensor that failed, else the one nearest to its limit."""
         failed = [c for c in self.comparisons if not c.passed]
-        return failed[0] if failed else max(self.comparisons, key=lambda c: c.max_diff / c.allowed if c.allowed else 0.0, default=None)
+        return (
+            failed[0]
+            if failed
+            else max(self.comparisons, key=lambda c: c.max_diff / c.allowed if c.allowed else 0.0, default=None)
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,11 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether something was checked, all of it passed, and no planted bug got away."""
-        return bool(self.results or self.mutants) and all(result.passed for result in self.results) and all(mutant.caught for mutant in self.mutants)
+        return (
+            bool(self.results or self.mutants)
+            and all(result.passed for result in self.results)
+            and all(mutant.caught for mutant in self.mutants)
+        )
 
     @property
     def failures(self) -> list[Result]:

@@ -1,4 +1,6 @@
-"""One check: the function under test beside the truth in fp64 and eager torch in the same precision, all with gradients."""
+"""One check: the function under test beside the truth in fp64 and eager torch in the same precision, all with
+gradients.
+"""
 
 import time
 import traceback
@@ -38,7 +40,8 @@ from tilewise.verify.suite import GROWTH, Suite
 from tilewise.verify.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Deterministic and independent of the batch order: shown in this dtype where interpretation makes every further run dear.
+# Deterministic and independent of the batch order: shown in this dtype where interpretation makes every further run
+# dear.
 PROBED_DTYPE = "bf16"
 
 
@@ -58,7 +61,10 @@ class Runner:
         self._function = function
 
     def run(self, check: Check) -> Result:
-        """Make the check. What the function raises is a finding; a ValueError says that the check itself names nothing."""
+        """Make the check.
+
+        What the function raises is a finding; a ValueError says that the check itself names nothing.
+        """
         started = time.perf_counter()
         if check.case == GROWTH:
             return Result(check, findings=self._growth(check), seconds=time.perf_counter() - started)
@@ -85,14 +91,18 @@ class Runner:
                 return (_error(error),)
         if not grows_as_square(peaks, max(problem.tokens())):
             return ()
-        message = f"{', '.join(f'{peak / 1024:.0f}' for peak in peaks)} KB at {problem}, twice and four times the tokens"
+        message = (
+            f"{', '.join(f'{peak / 1024:.0f}' for peak in peaks)} KB at {problem}, twice and four times the tokens"
+        )
         return (Finding(MEMORY, message, WARNING if check.implementation.external else FAILURE),)
 
 
 class _Single:
     """One case in one dtype."""
 
-    def __init__(self, reference: Callable[..., Any], function: Callable[..., Any], problem: Problem, check: Check) -> None:
+    def __init__(
+        self, reference: Callable[..., Any], function: Callable[..., Any], problem: Problem, check: Check
+    ) -> None:
         self.problem, self.check = problem, check
         self.dtype, self.device = DTYPES[check.dtype], torch.device(check.implementation.device)
         self._reference, self.function = reference, partial(function, **problem.returning)
@@ -107,7 +117,10 @@ class _Single:
     @pinned()
     def inputs(self, around: float, contiguous: bool = False) -> Tensors:
         """The inputs as the function gets them, in memory that holds `around` where they do not lie."""
-        return {name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around) for name, x in self._values.items()}
+        return {
+            name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around)
+            for name, x in self._values.items()
+        }
 
     def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
         """The tensors' verdicts and what else was found."""
@@ -116,8 +129,15 @@ class _Single:
         comparisons, findings = self._compare(attempt)
         if findings or not all(c.passed for c in comparisons):
             # After an error in a kernel a GPU answers no more: this process is at its end, and its worker is replaced.
-            return comparisons, (*findings, *(self._causes(comparisons) if self.device.type == "cpu" or gpu_answers() else ()))
-        return comparisons, (*findings, *self._repeats(attempt), *self._reversed(attempt, inputs, {c.name: c.allowed for c in comparisons}))
+            return comparisons, (
+                *findings,
+                *(self._causes(comparisons) if self.device.type == "cpu" or gpu_answers() else ()),
+            )
+        return comparisons, (
+            *findings,
+            *self._repeats(attempt),
+            *self._reversed(attempt, inputs, {c.name: c.allowed for c in comparisons}),
+        )
 
     def _attempt(self, inputs: Tensors, incoming: Incoming | None, fresh: float = torch.nan) -> Attempt:
         before = {name: (x.clone(), _memory(x).clone()) for name, x in inputs.items()}
@@ -164,23 +184,42 @@ class _Single:
             if actual is None and not bool(expected.any()):
                 actual = torch.zeros_like(expected, dtype=self.dtype)
             if actual is None:
-                findings.append(Finding(NO_GRADIENT, f"no gradient reaches {name[1:]} (--no-grad checks outputs alone)"))
+                findings.append(
+                    Finding(NO_GRADIENT, f"no gradient reaches {name[1:]} (--no-grad checks outputs alone)")
+                )
                 continue
-            # What is zero throughout, the gradient of a gate without a branch, is nothing that another tensor could hold by mistake.
-            others = {other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())}
+            # What is zero throughout, the gradient of a gate without a branch, is nothing that another tensor could
+            # hold by mistake.
+            others = {
+                other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())
+            }
             comparisons.append(self._compare_one(name, actual, truth, eager[name], further.get(name), others))
         return tuple(comparisons), tuple(findings)
 
     def _compare_one(
-        self, name: str, actual: torch.Tensor, truth: Tensors, eager: torch.Tensor, further: torch.Tensor | None, others: Tensors
+        self,
+        name: str,
+        actual: torch.Tensor,
+        truth: Tensors,
+        eager: torch.Tensor,
+        further: torch.Tensor | None,
+        others: Tensors,
     ) -> Comparison:
         gradient = name not in self.problem.outputs
         tolerances = self.check.settings.tolerances()
         if tolerances:
             limits = Limits(rtol=tolerances[0], atol=tolerances[1])
         else:
-            limits = limits_from_eager(truth[name], eager, gradient=gradient, floor=self.problem.floor(name, truth, self._values), further=further)
-        return compare(name, actual, truth[name], eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others)
+            limits = limits_from_eager(
+                truth[name],
+                eager,
+                gradient=gradient,
+                floor=self.problem.floor(name, truth, self._values),
+                further=further,
+            )
+        return compare(
+            name, actual, truth[name], eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others
+        )
 
     def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         def results(inputs: Tensors, **further: Any) -> Tensors:
@@ -194,7 +233,8 @@ class _Single:
             for name, x in eager.items():
                 if name in self.problem.choices:
                     continue
-                # What is kept in fp32 is held to fp32's error; and where 16 bits lose all on the way, fp32 tells what rounding the result costs.
+                # What is kept in fp32 is held to fp32's error; and where 16 bits lose all on the way, fp32 tells what
+                # rounding the result costs.
                 overflows = not bool(x.isfinite()[truth[name].isfinite()].all())
                 if name in self.problem.exact or overflows or not self._tells(name, truth[name], x):
                     eager[name] = wide[name]
@@ -204,7 +244,9 @@ class _Single:
         """By gradient: the error of starting from outputs as they are stored."""
         if self.incoming is None:
             return {}
-        incoming = {name: self._incoming(name, tuple(truth[name].shape)).to(self.device) for name in self.problem.outputs}
+        incoming = {
+            name: self._incoming(name, tuple(truth[name].shape)).to(self.device) for name in self.problem.outputs
+        }
         cost = self.problem.storage_cost(truth, incoming, self.dtype)
         if cost is None:
             return {}
@@ -223,15 +265,26 @@ class _Single:
         return not findings and all(c.passed for c in comparisons)
 
     def _causes(self, comparisons: tuple[Comparison, ...]) -> list[Finding]:
-        """Why it failed, tried out: what happens with harmless memory around the inputs, harmless fresh memory, contiguous inputs."""
+        """Why it failed, tried out: what happens with harmless memory around the inputs, harmless fresh memory,
+        contiguous inputs.
+        """
         findings = []
         if any(c.failure and c.failure.status == NON_FINITE for c in comparisons):
             if self._passes(self._attempt(self.inputs(0.0), self.incoming), NON_FINITE):
                 findings.append(
-                    Finding(PADDING, "with zeros in place of NaN around the inputs no result is NaN: memory outside them is read and used")
+                    Finding(
+                        PADDING,
+                        "with zeros in place of NaN around the inputs no result is NaN: memory outside them is read and"
+                        " used",
+                    )
                 )
             if self._passes(self._attempt(self.inputs(torch.nan), self.incoming, fresh=0.0), NON_FINITE):
-                findings.append(Finding(UNWRITTEN, "with zeros in place of NaN in fresh memory no result is NaN: elements are never written"))
+                findings.append(
+                    Finding(
+                        UNWRITTEN,
+                        "with zeros in place of NaN in fresh memory no result is NaN: elements are never written",
+                    )
+                )
         strided = not all(x.is_contiguous() for x in self._values.values())
         if strided and self._passes(self._attempt(self.inputs(torch.nan, contiguous=True), self.incoming)):
             findings.append(Finding(STRIDED, "the same values in contiguous tensors pass"))
@@ -239,7 +292,9 @@ class _Single:
 
     def _repeats(self, first: Attempt) -> list[Finding]:
         """Further runs on the same inputs must give the same bits."""
-        probed = not self.check.implementation.interpreted or (self.check.dtype == PROBED_DTYPE and self.check.case == "small")
+        probed = not self.check.implementation.interpreted or (
+            self.check.dtype == PROBED_DTYPE and self.check.case == "small"
+        )
         repeat = self.check.settings.repeat or (2 if probed else 1)
         for _ in range(repeat - 1):
             differing = _differing(first, self._attempt(self.inputs(torch.nan), self.incoming))
@@ -250,9 +305,12 @@ class _Single:
     def _reversed(self, first: Attempt, inputs: Tensors, allowed: dict[str, float]) -> list[Finding]:
         """The batch in reverse order must give the same bits, in reverse order.
 
-        torch's own products on a CPU may differ in the last bit with the place in memory: of others' implementations that is a warning.
+        torch's own products on a CPU may differ in the last bit with the place in memory: of others' implementations
+        that is a warning.
         """
-        if sequences(self.problem, inputs) < 2 or (self.check.implementation.interpreted and self.check.dtype != PROBED_DTYPE):
+        if sequences(self.problem, inputs) < 2 or (
+            self.check.implementation.interpreted and self.check.dtype != PROBED_DTYPE
+        ):
             return []
         packed = {name: inputs[name] for name in self.problem.offsets().values()}
         turned = reverse(self.problem, self._values, packed)
@@ -270,8 +328,15 @@ class _Single:
 
         again = self._attempt(mirrored, incoming if self.incoming else None)
         results = {name: x for name, x in again.results.items() if x is not None}
-        back = Attempt({**again.results, **reverse(self.problem, results, {name: mirrored[name] for name in packed})}, again.findings)
-        differing = _differing(first, back, skip=[f"d{name}" for name, x in self._values.items() if x.is_floating_point() and 0 in x.stride()])
+        back = Attempt(
+            {**again.results, **reverse(self.problem, results, {name: mirrored[name] for name in packed})},
+            again.findings,
+        )
+        differing = _differing(
+            first,
+            back,
+            skip=[f"d{name}" for name, x in self._values.items() if x.is_floating_point() and 0 in x.stride()],
+        )
         rounding = self.check.implementation.external and not again.findings and _within(first, back, allowed)
         return [Finding(BATCH_ORDER, differing, WARNING if rounding else FAILURE)] if differing else []
 
@@ -311,7 +376,9 @@ def _within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bool:
     """Whether the results differ by no more than rounding may."""
     pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
     return all(
-        x is None or y is None or (x.shape == y.shape and bool(((x == y) | ((x.double() - y.double()).abs() <= limit)).all()))
+        x is None
+        or y is None
+        or (x.shape == y.shape and bool(((x == y) | ((x.double() - y.double()).abs() <= limit)).all()))
         for x, y, limit in pairs
     )
 
@@ -328,5 +395,8 @@ def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -
         if x.shape != y.shape or x.dtype != y.dtype:
             sentences.append(f"{name} is {y.dtype} {list(y.shape)} where it was {x.dtype} {list(x.shape)}")
             continue
-        sentences.append(f"{name} in {int((x != y).sum())} of {x.numel()} elements, by up to {(x.double() - y.double()).abs().max().item():.2e}")
+        sentences.append(
+            f"{name} in {int((x != y).sum())} of {x.numel()} elements, by up to"
+            f" {(x.double() - y.double()).abs().max().item():.2e}"
+        )
     return "; ".join(sentences)

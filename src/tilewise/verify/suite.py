@@ -48,17 +48,26 @@ class Mutant:
 
     def plant(self, source: str) -> str:
         """The source with the bug; a ValueError where `old` is not in it, for then nothing would be planted."""
-        # Spaces and line breaks count alike, so that reformatting a kernel does not disarm a mutant.
+        # Spaces, line breaks and a comma before a closing bracket count alike, so that reformatting a kernel does not
+        # disarm a mutant.
         pattern = r"\s+".join(re.escape(word) for word in self.old.split())
+        pattern = re.sub(r"(\\[(\[])", r"\1\\s*", pattern)
+        pattern = re.sub(r"(\\[)\]])", r",?\\s*\1", pattern)
         planted, count = re.subn(pattern, lambda _: self.new, source)
         if count == 0:
-            raise ValueError(f"the planted bug {self.name!r} finds no {self.old!r} in tilewise.ops.{self.module}: bring it up to date")
+            raise ValueError(
+                f"the planted bug {self.name!r} finds no {self.old!r} in tilewise.ops.{self.module}: bring it up to"
+                " date"
+            )
         return planted
 
 
 @dataclass(frozen=True)
 class Suite:
-    """All of one operator. `draw` builds a problem from hypothesis's draw function; `growth` is the problem that memory is measured on."""
+    """All of one operator.
+
+    `draw` builds a problem from hypothesis's draw function; `growth` is the problem that memory is measured on.
+    """
 
     problem: type[Problem]
     cases: tuple[Case, ...]
@@ -75,14 +84,19 @@ class Suite:
             problem = self.problem.parse(text)
             problem.check()
             return Case(text, "", problem)
-        raise ValueError(f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem such as T=65,D=16")
+        raise ValueError(
+            f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem"
+            " such as T=65,D=16"
+        )
 
     def planted(self, capability: tuple[int, int] | None) -> tuple[Mutant, ...]:
         """The bugs in kernels that run on a GPU of this compute capability; None where kernels are interpreted."""
         return tuple(mutant for mutant in self.mutants if mutant.capability in (None, capability))
 
     def standard(self, device: str, interpreted: bool) -> tuple[Case, ...]:
-        """The cases that run by default: all on a GPU; elsewhere no larger than `large`; interpreted, `small` and the narrow edge battery."""
+        """The cases that run by default: all on a GPU; elsewhere no larger than `large`; interpreted, `small` and the
+        narrow edge battery.
+        """
 
         def runs(case: Case) -> bool:
             if interpreted:

@@ -15,7 +15,10 @@ def result_lines(result: Result, verbose: bool) -> list[str]:
     summary = f" {_statistics(worst)}  ({worst.name})" if worst else ""
     lines = [f"{_mark(result.passed)} {name}{summary if result.passed else ' ' + ', '.join(result.statuses)}"]
     details = verbose or not result.passed
-    lines += [f"{INDENT}{_mark(finding.severity != FAILURE)} {finding.status}: {finding.message}" for finding in result.findings]
+    lines += [
+        f"{INDENT}{_mark(finding.severity != FAILURE)} {finding.status}: {finding.message}"
+        for finding in result.findings
+    ]
     if details:
         lines += [INDENT + line for comparison in result.comparisons for line in comparison_lines(comparison)]
     if not result.passed:
@@ -35,10 +38,15 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         share = 100 * failure.exceeding / failure.elements
         low, high = failure.expected_range
         details += [
-            f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g} and atol {failure.atol:g}",
+            (
+                f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g} and"
+                f" atol {failure.atol:g}"
+            ),
             f"from {failure.actual_range[0]:.4g} to {failure.actual_range[1]:.4g}, expected {low:.4g} to {high:.4g}",
         ]
-    return lines + [f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]]
+    return lines + [
+        f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]
+    ]
 
 
 def mutant_line(mutant: MutantResult) -> str:

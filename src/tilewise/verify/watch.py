@@ -1,4 +1,6 @@
-"""Fresh memory under watch: every tensor that Python code allocates holds NaN until written, and has guards that show a write beyond its ends."""
+"""Fresh memory under watch: every tensor that Python code allocates holds NaN until written, and has guards that show a
+write beyond its ends.
+"""
 
 import contextlib
 import functools
@@ -13,7 +15,15 @@ from tilewise.verify.problem import GUARD
 
 # What torch calls fresh memory, and whether its contents are the caller's to write.
 _FACTORIES = {
-    torch: {"empty": True, "empty_like": True, "empty_strided": True, "zeros": False, "zeros_like": False, "full": False, "full_like": False},
+    torch: {
+        "empty": True,
+        "empty_like": True,
+        "empty_strided": True,
+        "zeros": False,
+        "zeros_like": False,
+        "full": False,
+        "full_like": False,
+    },
     torch.Tensor: {"new_empty": True, "new_empty_strided": True, "new_zeros": False, "new_full": False},
 }
 _installing = threading.Lock()
@@ -82,7 +92,9 @@ def _current() -> Watch | None:
 
 def _is_python_s(ident: int) -> bool:
     """Whether a thread was made by Python: torch's own are known to it as dummies, if at all."""
-    return any(thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
+    return any(
+        thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate()
+    )
 
 
 def _install(watch: Watch) -> None:
@@ -129,7 +141,9 @@ def _is_plain(x: torch.Tensor) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or x.numel() == 0:
         return False
-    return x.layout == torch.strided and x.device.type in ("cpu", "cuda") and not x.is_complex() and x.dtype != torch.bool
+    return (
+        x.layout == torch.strided and x.device.type in ("cpu", "cuda") and not x.is_complex() and x.dtype != torch.bool
+    )
 
 
 def _pattern(x: torch.Tensor, fill: float) -> torch.Tensor:

@@ -29,7 +29,9 @@ _starting = threading.Lock()
 
 
 class Job(NamedTuple):
-    """Checks of one operator and implementation, with or without a planted bug, one after the other; `until_failure` stops at the first failure."""
+    """Checks of one operator and implementation, with or without a planted bug, one after the other; `until_failure`
+    stops at the first failure.
+    """
 
     checks: tuple[Check, ...]
     mutant: str = ""
@@ -52,7 +54,9 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     on_gpu = any(job.checks[0].implementation.device == "cuda" for job in jobs if job.checks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores, MOST_WORKERS, _places_on_gpu(jobs) if on_gpu else MOST_WORKERS)
-    slots = _Slots(max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH})
+    slots = _Slots(
+        max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH}
+    )
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
         yield from pool.map(slots.run, jobs)
@@ -77,7 +81,9 @@ def _places_on_gpu(jobs: Sequence[Job]) -> int:
 
 @contextlib.contextmanager
 def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]]:
-    """Checks as they come, one after the other in one process, which is kept; an external function must be able to take `cases`."""
+    """Checks as they come, one after the other in one process, which is kept; an external function must be able to take
+    `cases`.
+    """
     slots = _Slots(1, cases)
     try:
         yield lambda check: slots.run(Job((check,)))[0]
@@ -160,7 +166,9 @@ class _Process:
             problem = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
-            raise UsageError(f"importing {implementation} ended the process: {_how_it_ended(self._process.exitcode)}") from None
+            raise UsageError(
+                f"importing {implementation} ended the process: {_how_it_ended(self._process.exitcode)}"
+            ) from None
         if problem:
             self.stop()
             raise UsageError(problem)
@@ -197,7 +205,9 @@ class _Process:
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """A child imports its parent's main module again, and a script without a guard would run itself: here it finds none."""
+    """A child imports its parent's main module again, and a script without a guard would run itself: here it finds
+    none.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -249,5 +259,6 @@ def _serve(connection: Connection, setup: _Setup) -> None:
                 if not gpu_answers():
                     return
             except Exception:
-                # What an implementation raises is a finding already: this is verify's own failure, and must not pass for a crash of the other.
+                # What an implementation raises is a finding already: this is verify's own failure, and must not pass
+                # for a crash of the other.
                 connection.send(traceback.format_exc())

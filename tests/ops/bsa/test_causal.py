@@ -1,4 +1,6 @@
-"""What comes after a token changes nothing up to it, on any backend: neither the output, nor the choice, nor a gradient."""
+"""What comes after a token changes nothing up to it, on any backend: neither the output, nor the choice, nor a
+gradient.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ def run(tensors, until, backend, device):
     leaves = [x.to(device).requires_grad_() for x in tensors]
     o, block_indices = block_sparse_attn(*leaves, **SIZES, backend=backend)
     gradients = torch.autograd.grad(o[:, :until].square().sum(), leaves)
-    return [o[:, :until].detach(), block_indices[:, :, :until], *(gradient[:, :until] for gradient in gradients)], gradients
+    return [
+        o[:, :until].detach(),
+        block_indices[:, :, :until],
+        *(gradient[:, :until] for gradient in gradients),
+    ], gradients
 
 
 @pytest.mark.parametrize("until", [1, 8, 20, 24])
@@ -40,7 +46,9 @@ def test_the_future_changes_nothing(backend, until, device):
 
 
 def test_on_the_cpu_not_even_where_it_is_nan():
-    """Kernels multiply a later key of the same tile by 0, which leaves NaN what it is; the CPU backend leaves it out."""
+    """Kernels multiply a later key of the same tile by 0, which leaves NaN what it is; the CPU backend
+    leaves it out.
+    """
     tensors = inputs(seed=0)
     until = 20
     broken = [torch.cat([x[:, :until], torch.full_like(x[:, until:], torch.nan)], dim=1) for x in tensors]

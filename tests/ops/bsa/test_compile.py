@@ -1,4 +1,5 @@
-"""The kernels of HSTU attention, dense and block-sparse, compiled for GPUs that are not here: they fit, spill little, use fast matrix units.
+"""The kernels of HSTU attention, dense and block-sparse, compiled for GPUs that are not here: they fit, spill little,
+use fast matrix units.
 
 The usual problems are `tilewise inspect --check`'s; these are the others.
 """
@@ -7,7 +8,15 @@ import pytest
 from compiling import SCRIPT, compiled
 
 MULTIPLYING = ("hstu_fwd", "hstu_bwd_dkdv", "hstu_bwd_dq")
-OTHERS = ("bsa_choose", "bsa_selected_fwd", "bsa_selected_bwd", "bsa_norm_fwd", "bsa_norm_bwd", "bsa_bwd_keys", "order_tiles")
+OTHERS = (
+    "bsa_choose",
+    "bsa_selected_fwd",
+    "bsa_selected_bwd",
+    "bsa_norm_fwd",
+    "bsa_norm_bwd",
+    "bsa_bwd_keys",
+    "order_tiles",
+)
 
 
 def check(architecture: int, dtype: str, channels: int, values: int, block: int, spilled: int) -> None:
@@ -17,7 +26,8 @@ def check(architecture: int, dtype: str, channels: int, values: int, block: int,
     assert all(any(part in name for name in names) for part in (*MULTIPLYING, *OTHERS))
     for kernel in kernels:
         assert kernel["spill_stores"] <= spilled, kernel
-        # dK and dV take query tiles of 32 rows where channels are few, and so plain matrix instructions for one product.
+        # dK and dV take query tiles of 32 rows where channels are few, and so plain matrix instructions for one
+        # product.
         if architecture == 90 and dtype != "float32" and any(part in kernel["kernel"] for part in MULTIPLYING):
             assert kernel["wgmma"], kernel
 
@@ -34,7 +44,10 @@ def test_other_cards(architecture, channels, values, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "channels"), [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)])
+@pytest.mark.parametrize(
+    ("architecture", "channels"),
+    [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
+)
 def test_fp32(architecture, channels):
     check(architecture, "float32", channels, channels, 64, spilled=3000)
 

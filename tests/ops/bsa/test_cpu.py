@@ -1,4 +1,6 @@
-"""The CPU backend against the reference in fp64, and what must not matter to it: chunks, packing, strides, the run, torch's defaults."""
+"""The CPU backend against the reference in fp64, and what must not matter to it: chunks, packing, strides, the run,
+torch's defaults.
+"""
 
 import itertools
 
@@ -74,7 +76,9 @@ def test_packed_is_each_sequence_alone():
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0]])
 def test_packed_without_tokens(offsets):
     tensors = {name: x[:0] for name, x in inputs(packed=True).items()}
-    o, block_indices, *gradients = differentiate(on_cpu(SMALL | {"seq_offsets": torch.tensor(offsets), "window_size": 2}), tensors)
+    o, block_indices, *gradients = differentiate(
+        on_cpu(SMALL | {"seq_offsets": torch.tensor(offsets), "window_size": 2}), tensors
+    )
     assert (o.shape, block_indices.shape) == ((0, 4, 12), (4, 0, 3))
     assert [x.shape for x in gradients] == [x.shape for x in tensors.values()]
 
@@ -121,7 +125,9 @@ def test_another_sequence_never_reaches_a_result(packed):
     if packed:
         clean, broken = ({name: x.flatten(0, 1) for name, x in tensors.items()} for tensors in (clean, broken))
         options, mine = options | {"seq_offsets": torch.tensor([0, 20, 40])}, slice(0, 20)
-    (o, _, *gradients), (broken_o, _, *broken_gradients) = (differentiate(on_cpu(options), tensors) for tensors in (clean, broken))
+    (o, _, *gradients), (broken_o, _, *broken_gradients) = (
+        differentiate(on_cpu(options), tensors) for tensors in (clean, broken)
+    )
     for actual, expected in zip([broken_o, *broken_gradients], [o, *gradients], strict=True):
         assert torch.equal(actual[mine], expected[mine])
 
@@ -138,7 +144,9 @@ def test_nan_reaches_only_what_sees_it():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype):
-    """Everything accumulates in fp32, so what is left is the rounding of inputs' and outputs' own dtype, gates in fp32 beside it."""
+    """Everything accumulates in fp32, so what is left is the rounding of inputs' and outputs' own dtype, gates in fp32
+    beside it.
+    """
     tensors = inputs(dtype=dtype)
     options = SMALL | {"window_size": 9}
     actual = differentiate(on_cpu(options), tensors)

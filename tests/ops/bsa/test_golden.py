@@ -25,7 +25,9 @@ def of_layer(leaves, params, backend):
     mask = torch.ones(len(gates[0]), length, length, dtype=torch.bool)
     sizes = {name: value for name, value in params.items() if name != "padded_length"}
     tensors = {name: x for name, x in leaves.items() if name not in GATES}
-    outputs = hstu_attention_with_bsa(**tensors, **sizes, invalid_attn_mask=mask, gate_model=lambda _: gates, backend=backend)
+    outputs = hstu_attention_with_bsa(
+        **tensors, **sizes, invalid_attn_mask=mask, gate_model=lambda _: gates, backend=backend
+    )
     return dict(zip(("attn_output", "padded_q", "padded_k"), outputs, strict=True))
 
 
@@ -34,8 +36,13 @@ def run(path, backend, dtype, device):
         data = dict(archive)
     inputs = {name[3:]: torch.from_numpy(x).to(device) for name, x in data.items() if name.startswith("in_")}
     differentiated = {name[6:] for name in data if name.startswith("deriv_")}
-    leaves = {name: x.to(dtype).requires_grad_(name in differentiated) if x.is_floating_point() else x for name, x in inputs.items()}
-    outputs = (of_attention if path.stem.startswith("bsa") else of_layer)(leaves, json.loads(str(data["params"])), backend)
+    leaves = {
+        name: x.to(dtype).requires_grad_(name in differentiated) if x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    outputs = (of_attention if path.stem.startswith("bsa") else of_layer)(
+        leaves, json.loads(str(data["params"])), backend
+    )
     weighted = outputs[str(data["weighted_output"])]
     loss = (weighted * torch.from_numpy(data["weight"]).to(device, weighted.dtype)).sum()
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -59,7 +66,9 @@ def test_there_are_golden_cases():
     assert len(FILES) == 3
 
 
-@pytest.mark.parametrize(("dtype", "values", "derivatives"), [(torch.float64, 1e-9, 1e-6), (torch.float32, 1e-5, 1e-4)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "values", "derivatives"), [(torch.float64, 1e-9, 1e-6), (torch.float32, 1e-5, 1e-4)], ids=["fp64", "fp32"]
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_reference(path, dtype, values, derivatives):
     check(*run(path, "reference", dtype, torch.device("cpu")), values, derivatives)

@@ -1,4 +1,6 @@
-"""`hstu_attention_with_bsa`: each sequence as if it were alone, whatever else there is; and a suite whose inputs leave no doubt what is chosen."""
+"""`hstu_attention_with_bsa`: each sequence as if it were alone, whatever else there is; and a suite whose inputs leave
+no doubt what is chosen.
+"""
 
 import itertools
 
@@ -42,13 +44,18 @@ class GateModel(torch.nn.Module):
 
 def inputs(heads=HEADS, lengths=LENGTHS, seed=0):
     tokens = sum(lengths)
-    return dict(zip("qkvu", random(*[(tokens, heads * CHANNELS)] * 2, *[(tokens, heads * VALUES)] * 2, seed=seed), strict=True))
+    return dict(
+        zip("qkvu", random(*[(tokens, heads * CHANNELS)] * 2, *[(tokens, heads * VALUES)] * 2, seed=seed), strict=True)
+    )
 
 
 def attend(tensors, model, backend, device, lengths=LENGTHS, padded=PADDED, heads=HEADS, **more):
     mask = torch.ones(len(lengths), padded, padded, dtype=torch.bool)
     sizes = {"num_heads": heads, "attention_dim": CHANNELS, "linear_dim": VALUES} | SIZES | more
-    given = {name: x.to(device) for name, x in tensors.items()} | {"x_offsets": cumulative(lengths).to(device), "invalid_attn_mask": mask}
+    given = {name: x.to(device) for name, x in tensors.items()} | {
+        "x_offsets": cumulative(lengths).to(device),
+        "invalid_attn_mask": mask,
+    }
     return hstu_attention_with_bsa(**given, **sizes, gate_model=model.to(device), backend=backend)
 
 
@@ -59,7 +66,10 @@ def differentiate(tensors, backend, device, **more):
     outputs = attend(leaves, model, backend, device, **more)
     weights = random(*(x.shape for x in outputs), seed=1)
     total = sum((x * weight.to(device)).sum() for x, weight in zip(outputs, weights, strict=True))
-    return [*(x.detach().cpu() for x in outputs), *(x.cpu() for x in torch.autograd.grad(total, [*leaves.values(), model.weight]))]
+    return [
+        *(x.detach().cpu() for x in outputs),
+        *(x.cpu() for x in torch.autograd.grad(total, [*leaves.values(), model.weight])),
+    ]
 
 
 @pytest.mark.parametrize("heads", [2, 3])
@@ -114,7 +124,9 @@ def test_how_far_is_padded_changes_nothing(place):
 def test_what_gates_hold_in_the_padding_changes_nothing(place):
     class Broken(GateModel):
         def forward(self, padded_q):
-            beyond = torch.arange(PADDED, device=padded_q.device) >= torch.tensor(LENGTHS, device=padded_q.device)[:, None]
+            beyond = (
+                torch.arange(PADDED, device=padded_q.device) >= torch.tensor(LENGTHS, device=padded_q.device)[:, None]
+            )
             return [gate.masked_fill(beyond[..., None], torch.nan) for gate in super().forward(padded_q)]
 
     results = []
@@ -126,7 +138,9 @@ def test_what_gates_hold_in_the_padding_changes_nothing(place):
 
 
 def test_nan_in_another_sequence_changes_nothing(place):
-    """Sequence 4 is NaN: all others keep their outputs and gradients, those of the model's weights apart, which see every sequence."""
+    """Sequence 4 is NaN: all others keep their outputs and gradients, those of the model's weights apart, which see
+    every sequence.
+    """
     clean, theirs = inputs(), slice(30, 75)
     broken = {name: x.clone() for name, x in clean.items()}
     for x in broken.values():
@@ -145,7 +159,9 @@ def test_nan_in_another_sequence_changes_nothing(place):
 def test_gradients_reach_the_padded_tensors_and_the_gates(place):
     tensors = {name: x.requires_grad_() for name, x in inputs().items()}
     _, padded_q, padded_k = attend(tensors, GateModel(), *place)
-    dq, dk = torch.autograd.grad((2 * padded_q + 3 * padded_k).sum(), [tensors["q"], tensors["k"]], materialize_grads=True)
+    dq, dk = torch.autograd.grad(
+        (2 * padded_q + 3 * padded_k).sum(), [tensors["q"], tensors["k"]], materialize_grads=True
+    )
     assert (dq == 2).all()
     assert (dk == 3).all()
     model = GateModel()
@@ -164,9 +180,16 @@ def test_no_tokens(lengths, padded, place):
 
 def test_the_defaults_are_4_blocks_of_32_and_no_window():
     tensors = inputs(lengths=(300,))
-    given = {**tensors, "x_offsets": torch.tensor([0, 300]), "invalid_attn_mask": torch.ones(300, 300), "gate_model": GateModel()}
+    given = {
+        **tensors,
+        "x_offsets": torch.tensor([0, 300]),
+        "invalid_attn_mask": torch.ones(300, 300),
+        "gate_model": GateModel(),
+    }
     o, _, _ = hstu_attention_with_bsa(HEADS, CHANNELS, VALUES, **given)
-    expected, _, _ = hstu_attention_with_bsa(HEADS, CHANNELS, VALUES, **given, block_counts=4, block_size=32, window_size=0)
+    expected, _, _ = hstu_attention_with_bsa(
+        HEADS, CHANNELS, VALUES, **given, block_counts=4, block_size=32, window_size=0
+    )
     assert torch.equal(o, expected)
 
 
@@ -176,7 +199,9 @@ def test_the_defaults_are_4_blocks_of_32_and_no_window():
 def scores(problem, dtype, compute_dtype, seed=42):
     inputs = problem.tensors(make_fill("random", seed))
     q, k = (inputs[name].to(dtype).to(compute_dtype).unflatten(-1, (problem.H, problem.D)) for name in "qk")
-    return reference.choice_scores(q, k, block_size=problem.block, seq_offsets=inputs["x_offsets"], compute_dtype=compute_dtype)
+    return reference.choice_scores(
+        q, k, block_size=problem.block, seq_offsets=inputs["x_offsets"], compute_dtype=compute_dtype
+    )
 
 
 # With so few blocks that all are taken, or the own block alone, there is nothing to decide.
@@ -200,7 +225,9 @@ def test_scores_about_the_cut_lie_apart_by_more_than_rounding(case, dtype):
 
 
 def test_most_cases_have_a_cut_and_queries_of_one_head_choose_differently():
-    assert {"small", "medium", "large", "empty-sequences", "odd-lengths", "odd-heads", "window"} <= {case.name for case in CUT}
+    assert {"small", "medium", "large", "empty-sequences", "odd-lengths", "odd-heads", "window"} <= {
+        case.name for case in CUT
+    }
     problem = SUITE.find("large").problem
     given = problem.tensors(make_fill("random", 42))
     dense = (given[name][None, :256].unflatten(-1, (problem.H, -1)) for name in "qkvu")
@@ -219,7 +246,9 @@ def test_the_reference_passes_in_every_precision(case):
 
 def test_a_gate_that_is_ignored_is_found():
     def wrong(*, gate_model, **others):
-        return hstu_attention_with_bsa(**others, gate_model=lambda padded_q: [torch.ones_like(gate) for gate in gate_model(padded_q)])
+        return hstu_attention_with_bsa(
+            **others, gate_model=lambda padded_q: [torch.ones_like(gate) for gate in gate_model(padded_q)]
+        )
 
     (result,) = verify("hstu-bsa", wrong, configs=["small"], dtypes=["bf16"]).results
     assert not result.passed

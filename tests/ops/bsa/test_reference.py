@@ -44,7 +44,9 @@ def layer_norm(gated):
     return [[(x - mean) / deviation for x in head] for head in gated]
 
 
-def brute_force(q, k, v, u, g_cmp, g_slc, g_swa, block_counts=2, block_size=3, window_size=0, scale=None, interleave=True):
+def brute_force(
+    q, k, v, u, g_cmp, g_slc, g_swa, block_counts=2, block_size=3, window_size=0, scale=None, interleave=True
+):
     """One sequence (q, k [T][H][D], and so on, as lists), straight from the definition."""
     tokens, heads, channels, values = len(q), len(q[0]), len(q[0][0]), len(v[0][0])
     scale = channels**-0.5 if scale is None else scale
@@ -97,7 +99,9 @@ def test_brute_force(options):
         assert block_indices[b].tolist() == expected_choices
 
 
-@pytest.mark.parametrize("options", [{"window_size": 2}, {"block_size": 16}, {"scale": 2.5, "interleave": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window_size": 2}, {"block_size": 16}, {"scale": 2.5, "interleave": False}], ids=str
+)
 @pytest.mark.parametrize("ends", [None, [0, 4, 4, 5]], ids=["dense", "packed"])
 def test_gradcheck(options, ends):
     tensors = inputs(tokens=5, heads=2, batch=1)
@@ -106,7 +110,9 @@ def test_gradcheck(options, ends):
         tensors = [x[0] for x in tensors]
     options = {"block_size": 2, **options}
     block_indices = attend(tensors, **options)[1]
-    assert torch.autograd.gradcheck(lambda *x: attend(x, **options, block_indices=block_indices)[0], [x.requires_grad_() for x in tensors])
+    assert torch.autograd.gradcheck(
+        lambda *x: attend(x, **options, block_indices=block_indices)[0], [x.requires_grad_() for x in tensors]
+    )
 
 
 def test_the_choice_passes_no_gradient():
@@ -192,7 +198,10 @@ def test_no_sequence_at_all():
     for offsets in ([0], [0, 0, 0]):
         o, block_indices = attend(tensors, seq_offsets=torch.tensor(offsets), window_size=2)
         assert (o.shape, block_indices.shape) == ((0, 4, 2), (4, 0, 2))
-        assert all(gradient.shape == x.shape for gradient, x in zip(torch.autograd.grad(o.sum(), tensors), tensors, strict=True))
+        assert all(
+            gradient.shape == x.shape
+            for gradient, x in zip(torch.autograd.grad(o.sum(), tensors), tensors, strict=True)
+        )
     assert choice_scores(*tensors[:2], block_size=3, seq_offsets=torch.tensor([0])).shape == (4, 0, 0)
 
 

@@ -18,7 +18,10 @@ def run(q, gates, cu, options):
 
 @pytest.mark.gpu
 def test_bad_offsets_never_lead_out_of_bounds(device):
-    """Offsets that decrease. Memory around q holds huge numbers, so that a read out of bounds shows; results may be anything else."""
+    """Offsets that decrease.
+
+    Memory around q holds huge numbers, so that a read out of bounds shows; results may be anything else.
+    """
     around = torch.full((768, 2, 16), 1e15, device=device)
     around[256:512] = torch.randn(256, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     cu = torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device)
@@ -30,7 +33,9 @@ def test_bad_offsets_never_lead_out_of_bounds(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 7, pytest.param(2, marks=LONG), pytest.param(64, marks=LONG)])
 def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, device):
-    """Keys in whole numbers make equal scores common, SiLU's two branches among them; one block's mean is NaN and must be the last choice."""
+    """Keys in whole numbers make equal scores common, SiLU's two branches among them; one block's mean is NaN and must
+    be the last choice.
+    """
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-2, 3, (1, 150, 2, 4), generator=generator).float().to(device)
     k = torch.randint(-1, 2, (1, 150, 2, 4), generator=generator).float().to(device)
@@ -40,7 +45,8 @@ def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, de
     indices, public = selected.choose(q, k_cmp, None, None, count, 2, 1, 1.0)
     scores = reference.choice_scores(q, k_cmp.repeat_interleave(2, 1), block_size=2, scale=1.0)
     expected = reference._choose(scores, count)
-    # A sigmoid in two fast operations rounds as it does: equal sums give equal scores, others may swap where they differ by a rounding.
+    # A sigmoid in two fast operations rounds as it does: equal sums give equal scores, others may swap where they
+    # differ by a rounding.
     same = (public == expected).all(-1)
     assert same.float().mean() > 0.97
     taken = scores.gather(-1, public.long().clamp(min=0)).sort(-1).values

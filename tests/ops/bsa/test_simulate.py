@@ -28,7 +28,9 @@ def make(problem, dtype=torch.float64):
     tokens = PROBLEMS[problem][0]
     generator = torch.Generator().manual_seed(0)
     shapes = [(16,), (16,), (24,), (24,), (24,), (), ()]
-    return [torch.randn(1, tokens, HEADS, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(1, tokens, HEADS, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def chosen(q, k, problem):
@@ -97,15 +99,26 @@ def test_with_layer_norm_it_equals_the_reference_in_fp64(problem, gated):
     ended = (torch.arange(whole) + 1) * block - 1 <= torch.arange(tokens)[:, None]
     scores = torch.einsum("ihd,jhd->hij", q[0], means[0]).masked_fill(~ended, 0.0)
     o_cmp = torch.einsum("hij,jhd->ihd", torch.nn.functional.silu(scores * SCALE) / SCALE, means[1])
-    o_slc = torch.stack([forward(q[0, :, h], k[0, :, h], v[0, :, h], indices[0, h], Tiling(rows, block)) for h in range(HEADS)], 1)
-    expected, _ = block_sparse_attn(q, k, v, u, *gates, None, count, block, scale=SCALE, interleave=False, block_indices=indices)
+    o_slc = torch.stack(
+        [forward(q[0, :, h], k[0, :, h], v[0, :, h], indices[0, h], Tiling(rows, block)) for h in range(HEADS)], 1
+    )
+    expected, _ = block_sparse_attn(
+        q, k, v, u, *gates, None, count, block, scale=SCALE, interleave=False, block_indices=indices
+    )
     for t in range(tokens):
-        branches = {name: (x[t], None if gate is None else gate[0, t]) for name, x, gate in zip(("cmp", "slc"), (o_cmp, o_slc), gates, strict=True)}
-        torch.testing.assert_close(dict(simulate.norm(branches, u[0, t]))["O_final"], expected[0, t], rtol=0, atol=1e-10)
+        branches = {
+            name: (x[t], None if gate is None else gate[0, t])
+            for name, x, gate in zip(("cmp", "slc"), (o_cmp, o_slc), gates, strict=True)
+        }
+        torch.testing.assert_close(
+            dict(simulate.norm(branches, u[0, t]))["O_final"], expected[0, t], rtol=0, atol=1e-10
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("problem", "dtype"), [("plain", torch.bfloat16), ("ragged", torch.float32), ("narrow", torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("problem", "dtype"), [("plain", torch.bfloat16), ("ragged", torch.float32), ("narrow", torch.float16)], ids=str
+)
 def test_the_kernels_store_what_the_simulation_makes(problem, dtype, device):
     _, _, block, count = PROBLEMS[problem]
     q, k, v, u, do, g_cmp, g_slc = (x.to(device) for x in make(problem, dtype))
@@ -124,4 +137,6 @@ def test_the_kernels_store_what_the_simulation_makes(problem, dtype, device):
     for t in range(q.shape[1]):
         branches = {"cmp": (made.o_cmp[0, t], g_cmp[0, t]), "slc": (made.o_slc[0, t], g_slc[0, t])}
         normed = dict(simulate.norm(branches, u[0, t]))["O_final"]
-        torch.testing.assert_close(made.o[0, t].float(), normed.float(), rtol=0, atol=(1e-4 if dtype == torch.float32 else 2**-5))
+        torch.testing.assert_close(
+            made.o[0, t].float(), normed.float(), rtol=0, atol=(1e-4 if dtype == torch.float32 else 2**-5)
+        )

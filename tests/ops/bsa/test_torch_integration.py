@@ -211,7 +211,10 @@ def test_transforms_and_forward_mode_are_refused(place):
     for transform in (lambda: torch.func.vmap(run)(q[None]), lambda: torch.func.grad(lambda q: run(q).sum())(q)):
         with pytest.raises(NotImplementedError, match="torch.func.*backend='reference'"):
             transform()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"),
+    ):
         run(torch.autograd.forward_ad.make_dual(q, q))
 
 
@@ -227,7 +230,9 @@ def test_double_backward_says_what_to_do(place):
 def test_only_the_inputs_that_want_a_gradient_get_one(place):
     backend, device = place
     tensors = leaves(device)
-    expected = torch.autograd.grad(block_sparse_attn(**tensors, **SMALL, backend=backend)[0].sum(), list(tensors.values()))
+    expected = torch.autograd.grad(
+        block_sparse_attn(**tensors, **SMALL, backend=backend)[0].sum(), list(tensors.values())
+    )
     for which, gradient in zip(tensors, expected, strict=True):
         if backend == "triton" and which not in ("k", "u", "g_slc"):
             continue
@@ -243,7 +248,9 @@ def test_incoming_gradients_of_any_strides(place):
     tensors = leaves(device)
     o, chosen = block_sparse_attn(**tensors, **SMALL, backend=backend)
     assert not chosen.requires_grad
-    expanded = torch.autograd.grad(o, list(tensors.values()), torch.ones((), device=device).expand(o.shape), retain_graph=True)
+    expanded = torch.autograd.grad(
+        o, list(tensors.values()), torch.ones((), device=device).expand(o.shape), retain_graph=True
+    )
     plain = torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))
     assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
 

@@ -1,6 +1,7 @@
 """Compiles Hopper's backward without a GPU and prints what its kernels use as JSON, in a process of its own.
 
-`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of `configs_hopper.Order`.
+`compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of
+`configs_hopper.Order`.
 """
 
 import sys
@@ -30,7 +31,15 @@ VARIANTS = {
 
 
 def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Order) -> None:
-    usual = {"causal": False, "left": -1, "right": -1, "scale": 0.125, "softcap": 0.0, "packed": False, "heads_k": HEADS}
+    usual = {
+        "causal": False,
+        "left": -1,
+        "right": -1,
+        "scale": 0.125,
+        "softcap": 0.0,
+        "packed": False,
+        "heads_k": HEADS,
+    }
     options = usual | VARIANTS[variant]
     packed, heads_k = options.pop("packed"), options.pop("heads_k")
     lead = (2 * TOKENS,) if packed else (2, TOKENS)

@@ -1,4 +1,6 @@
-"""Compiles Hopper's forward without a GPU and prints what it uses as JSON: `compile_hopper_fwd.py DTYPE [CHANNELS VALUES VARIANT]...`."""
+"""Compiles Hopper's forward without a GPU and prints what it uses as JSON:
+`compile_hopper_fwd.py DTYPE [CHANNELS VALUES VARIANT]...`.
+"""
 
 import itertools
 import sys
@@ -13,5 +15,9 @@ from tilewise.inspect.flash import hopper
 
 words = iter(sys.argv[2:])
 problems = list(itertools.zip_longest(words, words, words))
-found = [one for channels, values, variant in problems for one in hopper(90, getattr(torch, sys.argv[1]), int(channels), int(values), variant)]
+found = [
+    one
+    for channels, values, variant in problems
+    for one in hopper(90, getattr(torch, sys.argv[1]), int(channels), int(values), variant)
+]
 print_facts([one.launch for one in found if one.direction == "forward"], 90)

@@ -1,4 +1,5 @@
-"""Compiles Hopper's kernels with one of the bugs that `tilewise verify --mutants` plants, and prints what they use as JSON, in a process of its own.
+"""Compiles Hopper's kernels with one of the bugs that `tilewise verify --mutants` plants, and prints what they use as
+JSON, in a process of its own.
 
 `compile_hopper_planted.py BUG`: the forward or the backward, where the bug is, with all options.
 """

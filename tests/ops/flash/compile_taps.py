@@ -1,4 +1,6 @@
-"""Prints a digest of each flash kernel's PTX for sm_90, as it is or with every tap line taken out of the source: `compile_taps.py [without]`."""
+"""Prints a digest of each flash kernel's PTX for sm_90, as it is or with every tap line taken out of the source:
+`compile_taps.py [without]`.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,10 @@ def main(module: str, without: bool) -> None:
     inputs = launch.make_inputs(q, q, q, None, None, True, -1, -1, 0.125, 0.0)
     config = configs.Config(64, 64, 4, 2)
     lse = torch.empty(2, 4, 512, device="meta")
-    launches = [launch.forward_launch(inputs, q, lse, config), *launch.backward_launches(inputs, q, lse, q, None, (q, q, q), config, config)]
+    launches = [
+        launch.forward_launch(inputs, q, lse, config),
+        *launch.backward_launches(inputs, q, lse, q, None, (q, q, q), config, config),
+    ]
     digests = {}
     for item in launches:
         compiled = compile_launch(item, 90)

@@ -1,4 +1,6 @@
-"""Problems that Hopper's kernels take, as `tilewise verify` writes them: every width, mask and layout, lengths around the ends of tiles."""
+"""Problems that Hopper's kernels take, as `tilewise verify` writes them: every width, mask and layout, lengths around
+the ends of tiles.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ from tilewise import registry
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch
 
-needs_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 FORWARD = (
     # Widths, q's and v's apart and together.

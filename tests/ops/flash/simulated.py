@@ -25,5 +25,8 @@ def backward(q, k, v, o, lse, do, dlse, tiling_dkdv, tiling_dq, options):
         dict(simulate.backward_dkdv(q, k, v, do, torch.stack(lse_log2), torch.stack(delta), i_n, tiling_dkdv, options))
         for i_n in range(0, k.shape[0], tiling_dkdv.block_n)
     ]
-    dk, dv = (torch.cat([end[name] for end in ends])[: k.shape[0]] if ends else k.new_zeros(0) for name in ("dK_final", "dV_final"))
+    dk, dv = (
+        torch.cat([end[name] for end in ends])[: k.shape[0]] if ends else k.new_zeros(0)
+        for name in ("dK_final", "dV_final")
+    )
     return dq, dk, dv

@@ -1,4 +1,5 @@
-"""The kernels compiled for GPUs that are not here: they fit, do not spill more than a little, and use the fast matrix units.
+"""The kernels compiled for GPUs that are not here: they fit, do not spill more than a little, and use the fast matrix
+units.
 
 The usual problems are `tilewise inspect --check`'s; these are the others.
 """
@@ -16,7 +17,8 @@ def most_spilled(dtype: str, channels: int, variant: str) -> int:
     if variant == "all" and channels % 16 != 0:
         return 1800  # both of what the next line names
     if variant == "all" or channels % 16 != 0:
-        return 1250  # softcap and both window limits; rows that Triton does not know to be aligned, so an address an element
+        # softcap and both window limits; rows that Triton does not know to be aligned, so an address an element
+        return 1250
     if variant == "compressed-packed" or (variant == "packed" and channels == 128):
         return 270  # rows through pointers, whose addresses take registers
     return 450 if channels == 256 else 120
@@ -62,7 +64,9 @@ def test_fp32(architecture):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "packed", "all"])
-@pytest.mark.parametrize(("dtype", "channels"), [("float16", 16), ("bfloat16", 40), ("bfloat16", 64), ("bfloat16", 128), ("float16", 256)])
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [("float16", 16), ("bfloat16", 40), ("bfloat16", 64), ("bfloat16", 128), ("float16", 256)]
+)
 @pytest.mark.parametrize("architecture", [80, 86, 90, 100])
 def test_every_variant(architecture, dtype, channels, variant):
     check(architecture, dtype, channels, variant)

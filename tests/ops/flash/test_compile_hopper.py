@@ -1,7 +1,7 @@
 """Hopper's forward compiled for sm_90 where there is no GPU: it fits, does not spill, and its wgmma run side by side.
 
-Spills are judged with the assembler of Triton 3.6 and 3.7, which the tiles were chosen with. Later ones spill more where
-registers are few: with three warpgroups, at 64 channels, and at 256.
+Spills are judged with the assembler of Triton 3.6 and 3.7, which the tiles were chosen with. Later ones spill more
+where registers are few: with three warpgroups, at 64 channels, and at 256.
 """
 
 from pathlib import Path
@@ -15,7 +15,9 @@ WIDTHS = (64, 128, 256)
 PTXAS = "12."
 
 
-def check(dtype: str, channels: int, values: int, *variants: str, most_spilled: int = 0, spilled_later: int = 0) -> None:
+def check(
+    dtype: str, channels: int, values: int, *variants: str, most_spilled: int = 0, spilled_later: int = 0
+) -> None:
     kernels = compiled(SCRIPT, dtype, *(word for variant in variants for word in (channels, values, variant)))
     assert len(kernels) == len(variants)
     for kernel in kernels:
@@ -38,14 +40,32 @@ def test_the_usual_problem():
 @pytest.mark.parametrize("channels", [64, 128])
 def test_every_variant(channels):
     # Under a limit to the left 12 bytes, loaded again and again, with the assembler of Triton 3.9.
-    check("bfloat16", channels, channels, "causal", "causal-long", "plain", "packed", "windowed", "all", spilled_later=88 if channels == 64 else 0)
+    check(
+        "bfloat16",
+        channels,
+        channels,
+        "causal",
+        "causal-long",
+        "plain",
+        "packed",
+        "windowed",
+        "all",
+        spilled_later=88 if channels == 64 else 0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", WIDTHS)
 @pytest.mark.parametrize("channels", WIDTHS)
 def test_every_pair_of_widths(channels, values):
-    check("float16", channels, values, "plain", "packed", most_spilled={(128, 256): 24, (256, 256): 184}.get((channels, values), 0))
+    check(
+        "float16",
+        channels,
+        values,
+        "plain",
+        "packed",
+        most_spilled={(128, 256): 24, (256, 256): 184}.get((channels, values), 0),
+    )
 
 
 @pytest.mark.slow

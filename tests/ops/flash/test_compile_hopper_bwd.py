@@ -9,8 +9,8 @@ SCRIPT = Path(__file__).with_name("compile_hopper_bwd.py")
 NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bwd_hopper_finish_kernel"]
 
 
-# Bytes that a thread spills at 128 channels, the most of what Triton 3.6.0, 3.7.1 and 3.9.0 give in every order: what the
-# end of a block needs is kept in memory during the loop, and softcap keeps some there in its own.
+# Bytes that a thread spills at 128 channels, the most of what Triton 3.6.0, 3.7.1 and 3.9.0 give in every order: what
+# the end of a block needs is kept in memory during the loop, and softcap keeps some there in its own.
 SPILLED = {
     "plain": 100,
     "causal": 96,
@@ -69,6 +69,9 @@ def test_narrow_ones_in_a_free_order(variant, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "channels", "values"), [("float16", 40, 40), ("bfloat16", 64, 64), ("bfloat16", 128, 64), ("bfloat16", 64, 96)])
+@pytest.mark.parametrize(
+    ("dtype", "channels", "values"),
+    [("float16", 40, 40), ("bfloat16", 64, 64), ("bfloat16", 128, 64), ("bfloat16", 64, 96)],
+)
 def test_every_width(dtype, channels, values):
     check(dtype, channels, values, "all")

@@ -6,14 +6,34 @@ import pytest
 import torch
 
 from tilewise.ops.flash import configs, configs_hopper, launch
-from tilewise.ops.flash.configs import ENOUGH_PROGRAMS, LEAST_STEPS, SHARED_MEMORY, TABLE, WIDTHS, Config, Problem, choose, divide_group, family
+from tilewise.ops.flash.configs import (
+    ENOUGH_PROGRAMS,
+    LEAST_STEPS,
+    SHARED_MEMORY,
+    TABLE,
+    WIDTHS,
+    Config,
+    Problem,
+    choose,
+    divide_group,
+    family,
+)
 
 KERNELS = ("fwd", "dkdv", "dq")
 
 
 @pytest.mark.parametrize(
     ("architecture", "expected"),
-    [(80, "medium"), (86, "small"), (87, "medium"), (89, "small"), (90, "hopper"), (100, "blackwell"), (103, "blackwell"), (120, "small")],
+    [
+        (80, "medium"),
+        (86, "small"),
+        (87, "medium"),
+        (89, "small"),
+        (90, "hopper"),
+        (100, "blackwell"),
+        (103, "blackwell"),
+        (120, "small"),
+    ],
 )
 def test_family(architecture, expected):
     assert family(architecture) == expected
@@ -25,7 +45,9 @@ def test_the_table_is_whole():
         assert len(rows) == len(WIDTHS)
         for candidates in rows:
             assert not candidates[-1].tma, "the last candidate must serve tensors that descriptors cannot read"
-            assert name in ("hopper", "blackwell") or not any(config.tma for config in candidates), "descriptors are Hopper's and newer"
+            assert name in ("hopper", "blackwell") or not any(config.tma for config in candidates), (
+                "descriptors are Hopper's and newer"
+            )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -84,7 +106,9 @@ def test_parts_divide_the_group():
         parts = divide_group(programs, group, steps)
         assert group % parts == 0
         assert parts == 1 or group // parts * steps >= LEAST_STEPS
-        assert parts == 1 or programs * max(n for n in range(1, parts) if group % n == 0) < ENOUGH_PROGRAMS, "no more than are needed"
+        assert parts == 1 or programs * max(n for n in range(1, parts) if group % n == 0) < ENOUGH_PROGRAMS, (
+            "no more than are needed"
+        )
 
 
 def test_no_cache_grows_with_lengths():

@@ -1,4 +1,6 @@
-"""Flash attention on Hopper: results against fp64 by verify's rule, beside eager torch's error; which kernel runs; what must not matter."""
+"""Flash attention on Hopper: results against fp64 by verify's rule, beside eager torch's error; which kernel runs; what
+must not matter.
+"""
 
 import sys
 from pathlib import Path
@@ -65,7 +67,9 @@ def forward(q, k, v, cu_q=None, cu_k=None, causal=True):
 @pytest.mark.parametrize("channels", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
 def test_neighbours_never_reach_a_sequence(channels, packed):
-    """Packed neighbours may hold NaN or inf, and so may what lies around a tensor cut out of another: not a bit changes."""
+    """Packed neighbours may hold NaN or inf, and so may what lies around a tensor cut out of another: not a bit
+    changes.
+    """
     rows = slice(300, 611)
     if packed:
         q, k, v = tensors(*[(900, 2, channels)] * 3)
@@ -119,15 +123,21 @@ def test_repeatable(causal):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize(("channels", "groups", "slots"), [(64, 2, 2), (64, 3, 1), (64, 3, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "slots"), [(64, 2, 2), (64, 3, 1), (64, 3, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1)]
+)
 def test_every_way_to_run_it(channels, groups, slots):
-    """Two or three warpgroups, Q once or twice in memory, with every item of several a program: all give what the reference gives."""
+    """Two or three warpgroups, Q once or twice in memory, with every item of several a program: all give what the
+    reference gives.
+    """
     q, k, v = tensors(*[(2, 1000, 24, channels)] * 3)
     inputs = launch.make_inputs(q, k, v, None, None, True, 700, -1, channels**-0.5, 0.0)
     o, lse = torch.empty_like(q), torch.empty(2, 24, 1000, device="cuda")
     config = choose_forward(channels, channels, 1000, False, True, True)._replace(groups=groups, slots=slots)
     run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device)
-    truth, truth_lse = flash_attention(*(x.double() for x in (q, k, v)), causal=True, window_size=(700, -1), return_lse=True, backend="reference")
+    truth, truth_lse = flash_attention(
+        *(x.double() for x in (q, k, v)), causal=True, window_size=(700, -1), return_lse=True, backend="reference"
+    )
     assert (o.double() - truth).norm() / truth.norm() < 1e-2
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-3, atol=1e-3)
 

@@ -1,5 +1,6 @@
-"""Flash attention's backward on Hopper: which kernels run, gradients against fp64 in every order of sums, the same bits again and again, and what
-must not matter. `test_hopper.py` checks the gradients of all its problems too, in the fixed order.
+"""Flash attention's backward on Hopper: which kernels run, gradients against fp64 in every order of sums, the same bits
+again and again, and what must not matter. `test_hopper.py` checks the gradients of all its problems too, in the fixed
+order.
 """
 
 import sys
@@ -122,7 +123,9 @@ def test_given_tiles_are_for_the_portable_kernels():
     ],
 )
 def test_deterministic_reaches_the_kernel(case, order):
-    """The order is fixed where asked for and where the free one is slower; else sums are cleared before, or opened tile by tile."""
+    """The order is fixed where asked for and where the free one is slower; else sums are cleared before, or opened tile
+    by tile.
+    """
     inputs = inputs_of(case)
     lse = torch.zeros(*inputs.q.shape[:-3], inputs.q.shape[-2], inputs.q.shape[-3])
     for deterministic, expected in ((True, "fixed"), (False, order)):
@@ -164,7 +167,9 @@ def is_free(case):
 
 @pytest.fixture
 def as_if_long(monkeypatch):
-    """All sequences count as long for the choice of an order; templates of calls before would run in the order that they had."""
+    """All sequences count as long for the choice of an order; templates of calls before would run in the order that
+    they had.
+    """
     monkeypatch.setattr(launch_hopper_bwd, "FREE_KEYS", 0)
     for kept in (launch.backward, flash_backward):
         kept.forget()
@@ -177,11 +182,15 @@ def check(case, dtype, deterministic):
     """As `battery.check`; freely, dq may differ from run to run, by the order of its sums, and nothing else."""
     found = registry.find("flash")
     function = partial(found.load("function"), backend="triton", deterministic=deterministic)
-    result = Runner(found, function).run(Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype))
+    result = Runner(found, function).run(
+        Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype)
+    )
     by_order = set() if deterministic else {BATCH_ORDER, UNREPEATABLE}
     seen = "\n".join(result_lines(result, verbose=False))
     assert set(result.statuses) <= by_order, seen
-    differing = [words for finding in result.findings for words in finding.message.split("; ") if finding.status in by_order]
+    differing = [
+        words for finding in result.findings for words in finding.message.split("; ") if finding.status in by_order
+    ]
     assert all(words.startswith("dq in ") for words in differing), seen
 
 
@@ -221,7 +230,9 @@ def same(actual, expected):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (200, 0)], ids=["full", "causal", "windowed"])
 def test_the_same_bits_a_thousand_times(channels, window):
     """Whichever blocks meet: several for each processor, in groups, and other work in between to shift them."""
-    q, k, v, do = tensors((2, 1100, 64, channels), (2, 1100, 32, channels), (2, 1100, 32, channels), (2, 1100, 64, channels))
+    q, k, v, do = tensors(
+        (2, 1100, 64, channels), (2, 1100, 32, channels), (2, 1100, 32, channels), (2, 1100, 64, channels)
+    )
     first = gradients(q, k, v, do, window_size=window)
     noise = torch.randn(1024, 1024, device="cuda")
     for i in range(1000):
@@ -232,11 +243,20 @@ def test_the_same_bits_a_thousand_times(channels, window):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["B=3,T=700,H=8,Hk=4,D=128,causal=true", "B=2,T=700,H=8,Hk=4,D=64,window=100/0", "lengths=300/0/500,H=8,Hk=4,D=128"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "B=3,T=700,H=8,Hk=4,D=128,causal=true",
+        "B=2,T=700,H=8,Hk=4,D=64,window=100/0",
+        "lengths=300/0/500,H=8,Hk=4,D=128",
+    ],
+)
 def test_parts_have_the_same_bits(case, monkeypatch):
     """Whether all is worked on at once, or some batch entries or key heads after the others for want of memory."""
     inputs = inputs_of(case)
-    head = 4 * launch_hopper_bwd.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
+    head = (
+        4 * launch_hopper_bwd.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
+    )
     monkeypatch.setattr(launch_hopper_bwd, "processors", lambda _device: 1)
     q, k, v, do = tensors(*(x.shape for x in (inputs.q, inputs.k, inputs.v, inputs.q)))
     offsets = None if inputs.cu_q is None else inputs.cu_q.cuda()
@@ -289,7 +309,9 @@ def test_memory_around_strided_tensors_never_reaches_them():
     plain = tensors(*[(2, 311, 2, 72)] * 4)
 
     def cut(around):
-        return [torch.full((2, 400, 3, 96), around, dtype=x.dtype, device="cuda")[:, :311, :2, 8:80].copy_(x) for x in plain]
+        return [
+            torch.full((2, 400, 3, 96), around, dtype=x.dtype, device="cuda")[:, :311, :2, 8:80].copy_(x) for x in plain
+        ]
 
     actual = gradients(*cut(torch.nan), causal=True)
     assert same(actual, gradients(*cut(0.0), causal=True))
@@ -354,7 +376,9 @@ def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
     config = launch.Config(64, 64, 4, 2, tma=True)
     expected = launch.backward(inputs, o, lse, do, None, config, config)
     for deterministic in (True, False):
-        for actual, right in zip(launch.backward(inputs, o, lse, do, None, deterministic=deterministic), expected, strict=True):
+        for actual, right in zip(
+            launch.backward(inputs, o, lse, do, None, deterministic=deterministic), expected, strict=True
+        ):
             assert ((actual - right).double().norm() / right.double().norm()) < 1e-2
 
 
@@ -363,10 +387,20 @@ def test_a_long_sequence_agrees_with_the_portable_kernels(causal):
 @pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize(
     ("heads_k", "window", "deterministic"),
-    [(64, -1, True), (64, -1, False), (64, 200, True), (32, -1, True), (32, -1, False), (32, 50, True), (32, 200, True)],
+    [
+        (64, -1, True),
+        (64, -1, False),
+        (64, 200, True),
+        (32, -1, True),
+        (32, -1, False),
+        (32, 50, True),
+        (32, 200, True),
+    ],
 )
 def test_offsets_that_decrease_stay_in_bounds_and_end(heads_k, window, deterministic):
-    """Values of offsets on a GPU are not checked: whatever they are, nothing outside is read or written, and nobody waits forever."""
+    """Values of offsets on a GPU are not checked: whatever they are, nothing outside is read or written, and nobody
+    waits forever.
+    """
     q, k, v, do = tensors((900, 64, 64), (900, heads_k, 64), (900, heads_k, 64), (900, 64, 64))
     options = {"causal": True, "window_size": (window, -1), "deterministic": deterministic}
     for offsets in ([0, 700, 300, 900], [0, 500, 100, 700], [0, 5000, -7, 900], [900, 0, 0, 0]):

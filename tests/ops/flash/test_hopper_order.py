@@ -1,4 +1,6 @@
-"""The order of work of Hopper's backward: which blocks of keys add to which query tile, who comes first, and that nobody waits forever."""
+"""The order of work of Hopper's backward: which blocks of keys add to which query tile, who comes first, and that
+nobody waits forever.
+"""
 
 import heapq
 import itertools
@@ -9,7 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.reach import by_head, first_from, head_and_slot, key_blocks, meets_first, query_tiles, tile_and_head, whole_tiles
+from tilewise.ops._tile.reach import (
+    by_head,
+    first_from,
+    head_and_slot,
+    key_blocks,
+    meets_first,
+    query_tiles,
+    tile_and_head,
+    whole_tiles,
+)
 from tilewise.ops.flash.launch_hopper_bwd import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -26,7 +37,9 @@ def reach_kernel(
     o = tl.arange(0, MOST)
     none = tl.zeros([MOST], tl.int32)
     low, high = query_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    whole_low, whole_high = whole_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    whole_low, whole_high = whole_tiles(
+        o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+    )
     first, end = key_blocks(o * BLOCK_M, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     first_tile = first_from(o * BLOCK_N, n_keys - n_queries, left, HAS_LEFT, BLOCK_M)
     o_tile = tl.arange(0, MOST)[:, None]
@@ -41,17 +54,22 @@ def reach_kernel(
 
 
 def reach(device, n_queries, n_keys, left, right):
-    """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and end.
+    """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and
+    end.
 
     And for each tile of those that it meets whether a block is the first.
     """
     out = torch.zeros(6 + MOST, MOST, dtype=torch.int32, device=device)
-    reach_kernel[(1,)](out, n_queries, n_keys, left or 0, right or 0, left is not None, right is not None, BLOCK_M, BLOCK_N, MOST)
+    reach_kernel[(1,)](
+        out, n_queries, n_keys, left or 0, right or 0, left is not None, right is not None, BLOCK_M, BLOCK_N, MOST
+    )
     return *out[:6].tolist(), out[6:].tolist()
 
 
 def meets(n_queries, n_keys, left, right):
-    """Whether tile m meets block n, and needs no mask there: from the definition, of all rows and keys that a tile and a block have room for."""
+    """Whether tile m meets block n, and needs no mask there: from the definition, of all rows and keys that a tile and
+    a block have room for.
+    """
     off = n_keys - n_queries
     tiles, blocks = -(-n_queries // BLOCK_M), -(-n_keys // BLOCK_N)
     i = torch.arange(tiles * BLOCK_M)[:, None]
@@ -135,7 +153,9 @@ ORDERED = [(700, 700, None, None), (700, 700, None, 0), (700, 700, 130, 0), (300
 FREE = [problem for problem in ORDERED if problem[2] is None]
 
 
-@pytest.mark.parametrize(("problem", "group"), [*itertools.product(ORDERED, (1, 2, 3)), *((problem, None) for problem in FREE)], ids=str)
+@pytest.mark.parametrize(
+    ("problem", "group"), [*itertools.product(ORDERED, (1, 2, 3)), *((problem, None) for problem in FREE)], ids=str
+)
 @pytest.mark.parametrize("processors", [1, 2, 5])
 def test_nobody_waits_forever_and_every_block_adds_once(problem, group, processors, device):
     """Programs take blocks in the order of tickets, the next while the last steps of one are made, and go on at random.
@@ -203,6 +223,8 @@ def busy(heads, blocks, group, together, downwards):
 
 @pytest.mark.parametrize(("heads", "blocks", "group"), [(128, 16, 1), (32, 16, 4)])
 def test_waiting_for_turns_costs_little(heads, blocks, group):
-    """Tiles from the last to the first keep all busy; from the first to the last, programs overtake those that they must wait for."""
+    """Tiles from the last to the first keep all busy; from the first to the last, programs overtake those that they
+    must wait for.
+    """
     assert busy(heads, blocks, group, TOGETHER_SHORT, downwards=True) > 0.95
     assert busy(heads, blocks, group, TOGETHER_SHORT, downwards=False) < 0.8

@@ -26,22 +26,33 @@ PROBLEMS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_the_kernels_store_what_the_simulation_makes(problem, channels):
     queries, keys, options = PROBLEMS[problem]
     generator = torch.Generator().manual_seed(0)
-    shapes = [(GROUP, queries, channels), (keys, channels), (keys, channels), (GROUP, queries, channels), (GROUP, queries)]
+    shapes = [
+        (GROUP, queries, channels),
+        (keys, channels),
+        (keys, channels),
+        (GROUP, queries, channels),
+        (GROUP, queries),
+    ]
     q, k, v, do, dlse = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes)
     rows_q, rows_do = (x.transpose(0, 1)[None].contiguous() for x in (q, do))
     inputs = launch.Inputs(
-        rows_q, k[None, :, None], v[None, :, None], None, None, options.left, options.right, options.scale, options.softcap
+        rows_q, k[None, :, None], v[None, :, None], None, None, options.left, options.right, options.scale,
+        options.softcap
     )  # fmt: skip
     o, lse = torch.empty_like(rows_q), torch.empty(1, GROUP, queries, device="cuda")
     run_all([launch_hopper.forward_launch(inputs, o, lse)], o.device)
     dq, dk, dv = launch_hopper_bwd.backward(inputs, o, lse, rows_do, dlse.float()[None])
-    config = choose_forward(channels, channels, keys, bool(options.softcap), options.left is not None, options.right is not None)
+    config = choose_forward(
+        channels, channels, keys, bool(options.softcap), options.left is not None, options.right is not None
+    )
     for head in range(GROUP):
         ours, ours_lse = forward(q[head], k, v, Tiling(config.block_m, config.block_n, reverse=True), options)
         # Where rounding falls the other way once, a 16-bit value moves by its last bit.

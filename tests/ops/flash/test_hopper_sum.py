@@ -1,4 +1,6 @@
-"""What surrounds Hopper's backward kernel, with torch in its place: rows prepared for it, its scales, and dq from the sums that it leaves."""
+"""What surrounds Hopper's backward kernel, with torch in its place: rows prepared for it, its scales, and dq from the
+sums that it leaves.
+"""
 
 import pytest
 import torch
@@ -78,7 +80,18 @@ def main_in_torch(arguments):
         dv[place_k] = sum_dv.to(dv.dtype)
 
 
-USUAL = {"tokens": 0, "keys": 0, "channels": 64, "heads": 2, "heads_k": 2, "left": -1, "right": -1, "softcap": 0.0, "scale": 0.2, "causal": False}
+USUAL = {
+    "tokens": 0,
+    "keys": 0,
+    "channels": 64,
+    "heads": 2,
+    "heads_k": 2,
+    "left": -1,
+    "right": -1,
+    "softcap": 0.0,
+    "scale": 0.2,
+    "causal": False,
+}
 CASES = {
     "dense causal, fewer keys": {"tokens": 150, "keys": 70, "causal": True},
     "window of groups, narrow": {"tokens": 130, "keys": 200, "heads_k": 1, "left": 20, "right": 10, "channels": 40},
@@ -94,7 +107,11 @@ def run_around(launches, device):
     """What runs a part's launches, with torch in the main kernel's place."""
     prepare, main, finish = launches
     k, packed = main.arguments["k"].base, main.arguments["cu_k"] is not None
-    blocks = launch_hopper_bwd.tile_slots(k.shape[-3], BLOCK_N, main.arguments["cu_k"]) * k.shape[-2] * (1 if packed else k.shape[0])
+    blocks = (
+        launch_hopper_bwd.tile_slots(k.shape[-3], BLOCK_N, main.arguments["cu_k"])
+        * k.shape[-2]
+        * (1 if packed else k.shape[0])
+    )
     assert main.grid == min(blocks, launch_hopper_bwd.processors(device))
     run_all([prepare], device)
     assert not main.arguments["turns"].any()
@@ -141,7 +158,9 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
     dlse = torch.randn(lse.shape, generator=generator)
     expected = torch.autograd.grad([o, lse], leaves, [do.double(), torch.where(lse.isfinite(), dlse, 0.0).double()])
 
-    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"])
+    inputs = launch.make_inputs(
+        q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"]
+    )
     gradients = launch_hopper_bwd.plan_backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
@@ -179,7 +198,8 @@ def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "keys", "parts"), [(1, 16, 512, 1), (1, 64, 512, 2), (8, 64, 512, 16), (4, 16, 8192, 4 * 6), (1, 2, 8192, 1)]
+    ("batch", "heads_k", "keys", "parts"),
+    [(1, 16, 512, 1), (1, 64, 512, 2), (8, 64, 512, 16), (4, 16, 8192, 4 * 6), (1, 2, 8192, 1)],
 )
 def test_parts_have_blocks_of_keys_for_all_processors(batch, heads_k, keys, parts, monkeypatch):
     """A block has 128 keys, and there are 132 processors: 33 heads of 512 keys, or 3 of 8,192."""
@@ -191,7 +211,14 @@ def test_parts_have_blocks_of_keys_for_all_processors(batch, heads_k, keys, part
 
 @pytest.mark.parametrize(
     ("tokens", "sequences", "causal", "expected"),
-    [(2048, None, True, 16), (2048, None, False, 8), (16384, None, True, 4), (16384, None, False, 2), (32768, 16, True, 16), (32768, 2, True, 4)],
+    [
+        (2048, None, True, 16),
+        (2048, None, False, 8),
+        (16384, None, True, 4),
+        (16384, None, False, 2),
+        (32768, 16, True, 16),
+        (32768, 2, True, 4),
+    ],
 )
 def test_heads_side_by_side(tokens, sequences, causal, expected):
     """By the length of a sequence, not by that of all packed ones together."""

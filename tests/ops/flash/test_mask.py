@@ -21,5 +21,9 @@ def test_keys_seen(device, stride):
             for right in (0, -3, -15):
                 out = torch.zeros(1, dtype=torch.int32, device=device)
                 seen_kernel[(1,)](out, n_queries, n_keys, right, stride)
-                visible = n_keys if stride is None else sum(any(j * stride <= i + right for i in range(n_queries)) for j in range(n_keys))
+                visible = (
+                    n_keys
+                    if stride is None
+                    else sum(any(j * stride <= i + right for i in range(n_queries)) for j in range(n_keys))
+                )
                 assert out.item() == visible, (n_queries, n_keys, right)

@@ -67,7 +67,9 @@ def test_neighbours_of_a_packed_sequence_never_reach_it(name, device):
 
 
 def test_memory_around_strided_inputs_never_reaches_them(device):
-    """Inputs cut out of tensors full of NaN: what lies beyond the last row and the last channel is not part of the problem."""
+    """Inputs cut out of tensors full of NaN: what lies beyond the last row and the last channel is not part of the
+    problem.
+    """
     plain = tensors(device, (1, 70, 2, 40), (1, 75, 2, 40), (1, 75, 2, 24), (1, 70, 2, 24))
 
     def cut(x):
@@ -88,7 +90,9 @@ WIDTH_PAIRS = (8, 24, 40, 72, 200)
 
 @pytest.mark.parametrize("channels", WIDTH_PAIRS)
 def test_every_pair_of_widths(channels, device):
-    """Tiles of different widths side by side, read through descriptors and not (packed): Triton 3.6 gets some of them wrong on Hopper."""
+    """Tiles of different widths side by side, read through descriptors and not (packed): Triton 3.6 gets some of them
+    wrong on Hopper.
+    """
     values_of = WIDTH_PAIRS if device.type == "cuda" else (24, 64)
     for values in values_of:
         for packed in (False, True) if device.type == "cuda" else (True,):
@@ -130,7 +134,9 @@ def test_taps_write_named_values_of_one_program(device):
     p = torch.exp2(scores * 0.25 * launch.LOG2E - m[:, None])
     torch.testing.assert_close(buffer[1, 4, :36].double(), p.sum(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(buffer[1, 5].view(64, 64)[:36].double(), p[:, 64:], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(buffer[1, 8, : 64 * 16].view(64, 16)[:36].double(), p @ v[0, :128, 0].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        buffer[1, 8, : 64 * 16].view(64, 16)[:36].double(), p @ v[0, :128, 0].double(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("parts", "packed"), [(2, False), (6, False), (3, True)], ids=str)
@@ -153,7 +159,12 @@ def test_the_parts_of_a_group_add_up(parts, packed, device):
 
 
 CONFIGS = sorted(
-    {(kernel, size, width, config) for (_, size, kernel), rows in TABLE.items() for width, row in zip(WIDTHS, rows, strict=True) for config in row},
+    {
+        (kernel, size, width, config)
+        for (_, size, kernel), rows in TABLE.items()
+        for width, row in zip(WIDTHS, rows, strict=True)
+        for config in row
+    },
     key=str,
 )
 
@@ -166,7 +177,9 @@ def test_every_configuration(kernel, size, width, config, device):
     q, k, v, do = tensors(device, *[(2, 333, 2, width)] * 4, dtype=dtype)
     inputs = launch.make_inputs(q, k, v, None, None, True, 200, -1, width**-0.5, 0.0)
     o, lse = launch.forward(inputs, config if kernel == "fwd" else None)
-    gradients = launch.backward(inputs, o, lse, do, None, config if kernel == "dkdv" else None, config if kernel == "dq" else None)
+    gradients = launch.backward(
+        inputs, o, lse, do, None, config if kernel == "dkdv" else None, config if kernel == "dq" else None
+    )
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     truth = flash_attention(*leaves, causal=True, window_size=(200, -1), backend="reference")
     expected = [truth.detach(), *torch.autograd.grad(truth, leaves, do.double())]

@@ -1,4 +1,6 @@
-"""The simulation is the algorithm: in fp64 it equals the reference, and in a kernel's precision what the kernel stores."""
+"""The simulation is the algorithm: in fp64 it equals the reference, and in a kernel's precision what the
+kernel stores.
+"""
 
 import sys
 from pathlib import Path
@@ -36,7 +38,12 @@ def reference(q, k, v, options):
     left = -1 if options.left is None else options.left
     right = -1 if options.right is None else options.right
     o, lse = flash_attention(
-        q.transpose(0, 1)[None], k[None, :, None], v[None, :, None], window_size=(left, right), scale=options.scale, softcap=options.softcap
+        q.transpose(0, 1)[None],
+        k[None, :, None],
+        v[None, :, None],
+        window_size=(left, right),
+        scale=options.scale,
+        softcap=options.softcap,
     )
     return o[0].transpose(0, 1), lse[0]
 
@@ -72,7 +79,11 @@ def test_backward_equals_the_reference_in_fp64(problem, tiles):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("problem", "tiles"),
-    [*((name, (32, 32)) for name in PROBLEMS if name != "no-keys"), *(("causal", tiles) for tiles in TILES), *(("window", tiles) for tiles in TILES)],
+    [
+        *((name, (32, 32)) for name in PROBLEMS if name != "no-keys"),
+        *(("causal", tiles) for tiles in TILES),
+        *(("window", tiles) for tiles in TILES),
+    ],
     ids=str,
 )
 def test_the_kernel_stores_what_the_simulation_makes(problem, tiles, dtype, device):

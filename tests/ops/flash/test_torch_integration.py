@@ -33,7 +33,9 @@ def test_opcheck(place, packed):
     library.opcheck(api.flash_forward.overload, arguments)
     q, k, v, cu_q, cu_k, _, _, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
     o, lse = api.flash_forward(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))
-    library.opcheck(api.flash_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, cu_q, cu_k, *options))
+    library.opcheck(
+        api.flash_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, cu_q, cu_k, *options)
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -63,7 +65,9 @@ def test_compile_packed(place):
         return flash_attention(q, k, v, cu_seqlens_q=offsets, max_seqlen_q=13, causal=True, backend=backend)
 
     q, k, v = leaves(device, packed=True)
-    assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, offsets), attend(q, k, v, offsets))
+    assert torch.equal(
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, offsets), attend(q, k, v, offsets)
+    )
 
 
 def test_compile_with_the_default_backend(device):
@@ -110,7 +114,11 @@ def test_meta_tensors_run_through_the_reference():
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"cu_seqlens_q": torch.tensor([0, 7, 20])}], ids=["plain", "window", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_size": (100, 0)}, {"cu_seqlens_q": torch.tensor([0, 7, 20])}],
+    ids=["plain", "window", "packed"],
+)
 def test_torch_s_default_dtype_changes_nothing(place, options, default):
     backend, device = place
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -145,7 +153,10 @@ def test_transforms_and_forward_mode_are_refused(place):
     ):
         with pytest.raises(NotImplementedError, match="torch.func.*backend='reference'"):
             transform()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"),
+    ):
         attend(torch.autograd.forward_ad.make_dual(q, q))
 
 
@@ -191,9 +202,13 @@ def test_a_gradient_of_the_lse_alone(place):
     q, k, v = leaves(device)
     _, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
     gradients = torch.autograd.grad(lse.sum(), (q, k, v))
-    _, expected_lse = flash_attention(*(x.detach().double().requires_grad_() for x in (q, k, v)), return_lse=True, backend="reference")
+    _, expected_lse = flash_attention(
+        *(x.detach().double().requires_grad_() for x in (q, k, v)), return_lse=True, backend="reference"
+    )
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(flash_attention(*wide, return_lse=True, backend="reference")[1].sum(), wide, materialize_grads=True)
+    expected = torch.autograd.grad(
+        flash_attention(*wide, return_lse=True, backend="reference")[1].sum(), wide, materialize_grads=True
+    )
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Compiles a training step of flash attention in a fresh process, for tests/ops/host/test_compiling.py: what was imported meanwhile, as JSON."""
+"""Compiles a training step of flash attention in a fresh process, for tests/ops/host/test_compiling.py: what was
+imported meanwhile, as JSON.
+"""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """A first training step of each operator in a process that compiles nothing, for tests/ops/host/test_compiling.py.
 
-Prints as JSON, by operator: the kernels handed over to be compiled, a list a time; whether Triton's cache has the same keys for launches of slots, as
-a first call compiles them, and for those that `tilewise warmup` collects.
+Prints as JSON, by operator: the kernels handed over to be compiled, a list a time; whether Triton's cache has the same
+keys for launches of slots, as a first call compiles them, and for those that `tilewise warmup` collects.
 """
 
 import hashlib

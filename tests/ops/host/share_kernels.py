@@ -1,6 +1,7 @@
 """Compiles kernels that are none, for tests/ops/host/test_compiling.py: `share_kernels.py FOLDER COUNT [daemonic]`.
 
-A kernel takes 0.1 s and is kept in FOLDER, where Triton's cache would keep it. What is compiled is appended to FOLDER/compiled.
+A kernel takes 0.1 s and is kept in FOLDER, where Triton's cache would keep it. What is compiled is appended to
+FOLDER/compiled.
 """
 
 import multiprocessing

@@ -136,7 +136,9 @@ def test_where_nothing_can_be_locked_kernels_are_compiled(cache, monkeypatch):
 def start(folder, *words):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": ":".join(sys.path), "TILEWISE_COMPILE_JOBS": "2"}
-    return subprocess.Popen([sys.executable, str(HERE / "share_kernels.py"), str(folder), "12", *words], env=environment)
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "share_kernels.py"), str(folder), "12", *words], env=environment
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("daemonic",)])

@@ -39,7 +39,9 @@ def test_row_strides():
     assert row_strides(torch.empty(3, 4, 5).stride()) == (0, 20, 5)
 
 
-@pytest.mark.parametrize(("channels", "padded"), [(1, 16), (16, 16), (17, 32), (40, 64), (128, 128), (129, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("channels", "padded"), [(1, 16), (16, 16), (17, 32), (40, 64), (128, 128), (129, 256), (256, 256)]
+)
 def test_padded_channels(channels, padded):
     assert padded_channels(channels) == padded
 

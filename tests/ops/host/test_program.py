@@ -84,7 +84,14 @@ def test_scratch_side_by_side_lies_apart(noted):
 def test_sizes_are_those_of_the_call(noted):
     def plan(x):
         y = x.new_zeros((x.shape[0] // 2, 3))
-        emit(x, Launch(None, x.shape[0] * 4, {"x": x[1:], "y": y, "n": x.shape[0] + 1, "strides": y.stride(), "half": x.shape[0] / 2}))
+        emit(
+            x,
+            Launch(
+                None,
+                x.shape[0] * 4,
+                {"x": x[1:], "y": y, "n": x.shape[0] + 1, "strides": y.stride(), "half": x.shape[0] / 2},
+            ),
+        )
         return y, x
 
     one = made(plan, (8,), trace=Trace())
@@ -94,7 +101,10 @@ def test_sizes_are_those_of_the_call(noted):
         assert same is x
         assert y.shape == (size // 2, 3)
         assert not y.any()
-        assert noted.launches[-1][:2] == ((size * 4, 1, 1), (x.data_ptr() + 4, y.data_ptr(), size + 1, (3, 1), size / 2))
+        assert noted.launches[-1][:2] == (
+            (size * 4, 1, 1),
+            (x.data_ptr() + 4, y.data_ptr(), size + 1, (3, 1), size / 2),
+        )
     assert one.solve([torch.empty(0)], []) is None, "a grid of 0 programs is no launch"
 
 

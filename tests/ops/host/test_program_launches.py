@@ -117,7 +117,14 @@ def test_descriptors_are_kept_while_the_address_is_the_same(kernel, encoded):
 @needs_one_launcher
 def test_sizes_make_a_descriptor_another(kernel, encoded):
     def plan(x):
-        emit(x, Launch(kernel, x.shape[0], PLAIN | {"x": Descriptor(x, (x.shape[0], 16), (x.shape[0] * 2, 1), (8, 16)), "size": x.shape[0]}))
+        emit(
+            x,
+            Launch(
+                kernel,
+                x.shape[0],
+                PLAIN | {"x": Descriptor(x, (x.shape[0], 16), (x.shape[0] * 2, 1), (8, 16)), "size": x.shape[0]},
+            ),
+        )
 
     made = program.Program(make(plan, (MEMORY,), GPU, Trace()))
     for size in (256, 128, 256):
@@ -132,7 +139,22 @@ def test_what_triton_specialises_on_is_a_decision(kernel):
     """Of a symbol: a call that needs another kernel has another program."""
 
     def plan(x, stride, size, scale):
-        emit(x, Launch(kernel, 3, PLAIN | {"x": x, "size": size, "stride": stride, "strides": (stride, 17), "scale": scale / 4, "SIZE": x.shape[0]}))
+        emit(
+            x,
+            Launch(
+                kernel,
+                3,
+                PLAIN
+                | {
+                    "x": x,
+                    "size": size,
+                    "stride": stride,
+                    "strides": (stride, 17),
+                    "scale": scale / 4,
+                    "SIZE": x.shape[0],
+                },
+            ),
+        )
 
     made = program.Program(make(plan, (MEMORY, 48, 5, 8), GPU, Trace()))
 
@@ -142,4 +164,6 @@ def test_what_triton_specialises_on_is_a_decision(kernel):
     assert serves()
     assert serves(stride=16, size=7, scale=3)
     assert serves(size=1)
-    assert not any((serves(stride=17), serves(stride=1), serves(stride=2**31), serves(size=2**31), serves(MEMORY[:128])))
+    assert not any(
+        (serves(stride=17), serves(stride=1), serves(stride=2**31), serves(size=2**31), serves(MEMORY[:128]))
+    )

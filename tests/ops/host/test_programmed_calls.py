@@ -1,4 +1,6 @@
-"""Calls that programs run, from the public function to the kernels, which are interpreted: checks, options and gradients are as ever."""
+"""Calls that programs run, from the public function to the kernels, which are interpreted: checks, options and
+gradients are as ever.
+"""
 
 import pytest
 import torch
@@ -104,7 +106,14 @@ def test_an_option_is_checked_though_an_equal_one_came_before(programmed, good, 
 def test_tensors_are_checked_though_others_of_their_kind_came_before(programmed):
     q, k, v = leaves()
     attend((q, k, v))
-    wrong = [(q, k[:, :3], v), (q, k[:, :, :1], v), (q, k[..., :8], v), (q, k.transpose(1, 3), v), (q, k, v.expand(2, -1, -1, -1)), (None, k, v)]
+    wrong = [
+        (q, k[:, :3], v),
+        (q, k[:, :, :1], v),
+        (q, k[..., :8], v),
+        (q, k.transpose(1, 3), v),
+        (q, k, v.expand(2, -1, -1, -1)),
+        (None, k, v),
+    ]
     for x in wrong:
         with pytest.raises((TypeError, ValueError)) as raised:
             attend(x)

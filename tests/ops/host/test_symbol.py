@@ -22,7 +22,11 @@ DERIVED = [max, min, lambda x, y: -(-x // y), lambda x, y: abs(x - y), lambda x,
 def plans(draw):
     """A function of two tensors and a number that computes and decides at random, and gives all of its numbers."""
     steps = draw(
-        st.lists(st.tuples(st.sampled_from(ARITHMETIC + DERIVED + COMPARISONS), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=12)
+        st.lists(
+            st.tuples(st.sampled_from(ARITHMETIC + DERIVED + COMPARISONS), st.integers(0, 40), st.integers(0, 40)),
+            min_size=1,
+            max_size=12,
+        )
     )
 
     def plan(x, y, number):
@@ -32,7 +36,9 @@ def plans(draw):
             if function in COMPARISONS:
                 known.append(a if function(a, b) else a + 1)
             else:
-                known.append(function(a, b if function not in (operator.floordiv, operator.mod, *DERIVED) else abs(b) + 1))
+                known.append(
+                    function(a, b if function not in (operator.floordiv, operator.mod, *DERIVED) else abs(b) + 1)
+                )
         half = known[-1] / (abs(known[-2]) + 1) * 0.5
         return *known, half, half // 1, half * 1 + 0, half if half < math.inf else 0.0
 
@@ -65,7 +71,11 @@ class _Numbers:
         return tuple(sample(x) if not isinstance(x, Symbol) or x.fixed else known[x.name] for x in self.result)
 
 
-@given(plans(), st.tuples(sizes, sizes, sizes, sizes), st.lists(st.tuples(sizes, sizes, sizes, sizes), min_size=1, max_size=6))
+@given(
+    plans(),
+    st.tuples(sizes, sizes, sizes, sizes),
+    st.lists(st.tuples(sizes, sizes, sizes, sizes), min_size=1, max_size=6),
+)
 @settings(max_examples=300, deadline=None)
 def test_what_solve_gives_is_what_the_plan_gives(plan, first, others):
     program = _Numbers(plan, first)

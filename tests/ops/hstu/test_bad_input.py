@@ -10,7 +10,10 @@ BACKENDS = ("cpu", "triton", "reference")
 
 
 def packed(offsets=(0, 5, 8), tokens=8, heads=2, channels=16, values=16, *, dtype=torch.float32, device="cpu", **more):
-    tensors = {name: torch.randn(tokens, heads, d, dtype=dtype, device=device) for name, d in (("q", channels), ("k", channels), ("v", values))}
+    tensors = {
+        name: torch.randn(tokens, heads, d, dtype=dtype, device=device)
+        for name, d in (("q", channels), ("k", channels), ("v", values))
+    }
     return tensors | {"seq_offsets": torch.tensor(offsets, dtype=torch.int32, device=device), "max_seq_len": 8} | more
 
 
@@ -21,10 +24,18 @@ def targets(*counts, **more):
 META = {"device": "meta"}
 BAD = {
     "not-a-tensor": (packed(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-4": (packed(q=torch.randn(1, 8, 2, 16)), ValueError, r"q has 4 dimensions: expected \[N, H, D\], packed, since seq_offsets is given"),
+    "rank-4": (
+        packed(q=torch.randn(1, 8, 2, 16)),
+        ValueError,
+        r"q has 4 dimensions: expected \[N, H, D\], packed, since seq_offsets is given",
+    ),
     "dtype-mix": (packed(v=torch.randn(8, 2, 16).half()), TypeError, "v is torch.float16 and q is torch.float32"),
     "integers": (packed(q=torch.ones(8, 2, 16, dtype=torch.int64)), TypeError, "q is torch.int64"),
-    "heads-differ": (packed(k=torch.randn(8, 1, 16)), ValueError, r"k and q must have the same shape .*q \[8, 2, 16\], k \[8, 1, 16\]"),
+    "heads-differ": (
+        packed(k=torch.randn(8, 1, 16)),
+        ValueError,
+        r"k and q must have the same shape .*q \[8, 2, 16\], k \[8, 1, 16\]",
+    ),
     "tokens-differ": (packed(k=torch.randn(9, 2, 16)), ValueError, "k and q must have the same shape"),
     "channels-differ": (packed(k=torch.randn(8, 2, 8)), ValueError, "k and q must have the same shape"),
     "values-differ": (packed(v=torch.randn(9, 2, 16)), ValueError, "v and q must agree in all but the last axis"),
@@ -32,34 +43,82 @@ BAD = {
     "too-wide": (packed(channels=257), ValueError, "q has 257 channels: expected 1 to 256"),
     "too-wide-values": (packed(values=300), ValueError, "v has 300 channels: expected 1 to 256"),
     "no-channels": (packed(channels=0), ValueError, "q has 0 channels"),
-    "last-axis": (packed(q=torch.randn(8, 16, 2).transpose(1, 2)), ValueError, r"q's last axis has stride 2.*q\.contiguous\(\)"),
+    "last-axis": (
+        packed(q=torch.randn(8, 16, 2).transpose(1, 2)),
+        ValueError,
+        r"q's last axis has stride 2.*q\.contiguous\(\)",
+    ),
     "devices-differ": (packed(v=torch.empty(8, 2, 16, **META)), ValueError, "v is on meta and q is on cpu"),
     "alpha-infinite": (packed(alpha=float("inf")), ValueError, "alpha is inf: expected a finite number"),
     "alpha-text": (packed(alpha="1"), TypeError, "alpha is a str: expected a number"),
-    "longest-negative": (packed(max_seq_len=-1), ValueError, "max_seq_len is -1: expected a whole number of at least 0"),
+    "longest-negative": (
+        packed(max_seq_len=-1),
+        ValueError,
+        "max_seq_len is -1: expected a whole number of at least 0",
+    ),
     "longest-float": (packed(max_seq_len=8.0), TypeError, "max_seq_len is 8.0: expected a whole number"),
     "longest-zero": (packed(max_seq_len=0), ValueError, "max_seq_len is 0 and there are 8 tokens"),
-    "longest-too-short": (packed(max_seq_len=4), ValueError, "max_seq_len is 4 and seq_offsets holds a sequence of 5 tokens"),
+    "longest-too-short": (
+        packed(max_seq_len=4),
+        ValueError,
+        "max_seq_len is 4 and seq_offsets holds a sequence of 5 tokens",
+    ),
     "max-attn-len": (packed(max_attn_len=-1), ValueError, "max_attn_len is -1: expected a whole number of at least 0"),
     "max-attn-len-none": (packed(max_attn_len=None), TypeError, "max_attn_len is None: expected a whole number"),
-    "context": (packed(contextual_seq_len=-2), ValueError, "contextual_seq_len is -2: expected a whole number of at least 0"),
+    "context": (
+        packed(contextual_seq_len=-2),
+        ValueError,
+        "contextual_seq_len is -2: expected a whole number of at least 0",
+    ),
     "backend": (packed(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
     "offsets-start": (packed([1, 8]), ValueError, "seq_offsets starts at 1: the first offset must be 0"),
     "offsets-unsorted": (packed([0, 5, 3, 8]), ValueError, "seq_offsets decreases from 5 to 3 at position 2"),
     "offsets-none": (packed([0]), ValueError, "seq_offsets holds no sequence and there are 8 tokens"),
-    "offsets-end": (packed([0, 5]), ValueError, "seq_offsets ends at 5: the last offset must be the number of tokens, 8"),
-    "offsets-past": (packed([0, 9]), ValueError, "seq_offsets ends at 9: the last offset must be the number of tokens, 8"),
-    "offsets-float": (packed(seq_offsets=torch.tensor([0.0, 8.0])), TypeError, "seq_offsets is torch.float32: expected int32 or int64"),
+    "offsets-end": (
+        packed([0, 5]),
+        ValueError,
+        "seq_offsets ends at 5: the last offset must be the number of tokens, 8",
+    ),
+    "offsets-past": (
+        packed([0, 9]),
+        ValueError,
+        "seq_offsets ends at 9: the last offset must be the number of tokens, 8",
+    ),
+    "offsets-float": (
+        packed(seq_offsets=torch.tensor([0.0, 8.0])),
+        TypeError,
+        "seq_offsets is torch.float32: expected int32 or int64",
+    ),
     "offsets-list": (packed(seq_offsets=[0, 8]), TypeError, "seq_offsets is a list"),
     "offsets-rank": (packed([[0, 8]]), ValueError, r"seq_offsets has shape \[1, 2\]: expected \[B \+ 1\]"),
-    "offsets-device": (packed(seq_offsets=torch.empty(2, dtype=torch.int32, **META)), ValueError, "seq_offsets is on meta"),
-    "targets-negative": (targets(-1, 0), ValueError, "num_targets is -1 for sequence 0: expected 0 to 5, for it has 5 tokens"),
-    "targets-many": (targets(5, 4), ValueError, "num_targets is 4 for sequence 1: expected 0 to 3, for it has 3 tokens"),
-    "targets-batch": (targets(1, 1, 1), ValueError, r"num_targets has shape \[3\]: expected \[B\], a number for each sequence, here \[2\]"),
+    "offsets-device": (
+        packed(seq_offsets=torch.empty(2, dtype=torch.int32, **META)),
+        ValueError,
+        "seq_offsets is on meta",
+    ),
+    "targets-negative": (
+        targets(-1, 0),
+        ValueError,
+        "num_targets is -1 for sequence 0: expected 0 to 5, for it has 5 tokens",
+    ),
+    "targets-many": (
+        targets(5, 4),
+        ValueError,
+        "num_targets is 4 for sequence 1: expected 0 to 3, for it has 3 tokens",
+    ),
+    "targets-batch": (
+        targets(1, 1, 1),
+        ValueError,
+        r"num_targets has shape \[3\]: expected \[B\], a number for each sequence, here \[2\]",
+    ),
     "targets-rank": (targets([1, 1]), ValueError, r"num_targets has shape \[1, 2\]"),
     "targets-float": (targets(1.0, 1.0), TypeError, "num_targets is torch.float32: expected int32 or int64"),
     "targets-list": (packed(num_targets=[1, 1]), TypeError, "num_targets is a list"),
-    "targets-device": (packed(num_targets=torch.empty(2, dtype=torch.int32, **META)), ValueError, "num_targets is on meta and q is on cpu"),
+    "targets-device": (
+        packed(num_targets=torch.empty(2, dtype=torch.int32, **META)),
+        ValueError,
+        "num_targets is on meta and q is on cpu",
+    ),
 }
 
 
@@ -98,7 +157,9 @@ needs_gpu = pytest.mark.skipif("not __import__('torch').cuda.is_available()", re
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["offsets-unsorted", "offsets-end", "longest-too-short", "targets-negative", "targets-many"])
+@pytest.mark.parametrize(
+    "name", ["offsets-unsorted", "offsets-end", "longest-too-short", "targets-negative", "targets-many"]
+)
 def test_cuda_values_are_checked_on_request(name, monkeypatch):
     arguments, error, message = BAD[name]
     arguments = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
@@ -113,8 +174,15 @@ def test_cuda_values_are_checked_on_request(name, monkeypatch):
 @pytest.mark.parametrize("count", [0, -(2**40), 2**40], ids=["no-targets", "negative", "many"])
 def test_unchecked_bad_values_stay_in_bounds(offsets, count):
     """Under compute-sanitizer this shows that nothing is read or written out of bounds; alone, that nothing crashes."""
-    arguments = packed(device="cuda") | {"seq_offsets": torch.tensor(offsets, device="cuda"), "max_seq_len": 1, "contextual_seq_len": 2}
-    arguments = {name: x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    arguments = packed(device="cuda") | {
+        "seq_offsets": torch.tensor(offsets, device="cuda"),
+        "max_seq_len": 1,
+        "contextual_seq_len": 2,
+    }
+    arguments = {
+        name: x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
     o = hstu_attention(**arguments, num_targets=torch.full((len(offsets) - 1,), count, device="cuda"))
     torch.autograd.grad(o, [arguments[name] for name in "qkv"], torch.ones_like(o))
     torch.cuda.synchronize()

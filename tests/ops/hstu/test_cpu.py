@@ -1,4 +1,6 @@
-"""The CPU backend over the verification cases; and what must not matter to it: tiles, strides, the run, other sequences, torch's defaults."""
+"""The CPU backend over the verification cases; and what must not matter to it: tiles, strides, the run, other
+sequences, torch's defaults.
+"""
 
 from functools import partial
 
@@ -21,7 +23,12 @@ MASKS = {
     "targets": {"num_targets": torch.tensor([7, 0, 33, 1])},
     "near": {"max_attn_len": 5},
     "all": {"num_targets": torch.tensor([7, 0, 33, 1]), "max_attn_len": 5, "contextual_seq_len": 4},
-    "all-full": {"num_targets": torch.tensor([40, 0, 33, 1]), "max_attn_len": 5, "contextual_seq_len": 4, "causal": False},
+    "all-full": {
+        "num_targets": torch.tensor([40, 0, 33, 1]),
+        "max_attn_len": 5,
+        "contextual_seq_len": 4,
+        "causal": False,
+    },
 }
 
 
@@ -43,7 +50,9 @@ def assert_same(actual, expected):
 
 def check(case, dtype):
     implementation = Implementation("cpu", "cpu")
-    result = Runner(registry.find("hstu"), partial(hstu_attention, backend="cpu")).run(Check("hstu", implementation, case, dtype))
+    result = Runner(registry.find("hstu"), partial(hstu_attention, backend="cpu")).run(
+        Check("hstu", implementation, case, dtype)
+    )
     assert result.passed, "\n".join(result_lines(result, verbose=False))
 
 
@@ -91,7 +100,12 @@ def test_strides_do_not_matter(options):
     k = k[:, :1].expand(-1, 3, -1)
     around = torch.full((111, 5, 20), torch.nan)
     strided_v = around[:, 1:4, 3:9].copy_(v)
-    strided = q.transpose(0, 1).contiguous().transpose(0, 1), k, strided_v, do.transpose(0, 1).contiguous().transpose(0, 1)
+    strided = (
+        q.transpose(0, 1).contiguous().transpose(0, 1),
+        k,
+        strided_v,
+        do.transpose(0, 1).contiguous().transpose(0, 1),
+    )
     for actual, expected in zip(run(*strided, **options), run(q, k.contiguous(), v, do, **options), strict=True):
         assert actual.is_contiguous()
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
@@ -137,7 +151,9 @@ def test_no_tokens(lengths):
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     q, k, v, _ = (x.requires_grad_() for x in tensors(0))
     for longest in (0, 5):
-        o = hstu_attention(q, k, v, offsets, max_seq_len=longest, num_targets=torch.tensor(lengths, dtype=torch.int64), backend="cpu")
+        o = hstu_attention(
+            q, k, v, offsets, max_seq_len=longest, num_targets=torch.tensor(lengths, dtype=torch.int64), backend="cpu"
+        )
         assert o.shape == (0, 3, 6)
         assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [(0, 3, 10), (0, 3, 10), (0, 3, 6)]
 
@@ -146,7 +162,9 @@ def test_alpha_of_zero_gives_zero():
     assert all(not x.any() for x in run(*tensors(), alpha=0.0)[:3])
 
 
-@pytest.mark.parametrize("options", [{"max_attn_len": 2**62}, {"contextual_seq_len": 2**62}], ids=["max-attn-len", "context"])
+@pytest.mark.parametrize(
+    "options", [{"max_attn_len": 2**62}, {"contextual_seq_len": 2**62}], ids=["max-attn-len", "context"]
+)
 def test_limits_beyond_every_sequence(options):
     """A limit no pair reaches cuts nothing; where all could be context and more, each token sees itself."""
     given = tensors()

@@ -23,7 +23,9 @@ def check(path, backend, dtype, device, values, derivatives):
     leaves = {name: x.to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
     o = hstu_attention(**leaves, **params, backend=backend)
     np.testing.assert_allclose(o.detach().cpu().double(), data["out_o"], rtol=values, atol=values)
-    gradients = torch.autograd.grad((o * torch.from_numpy(data["weight"]).to(device, dtype)).sum(), [leaves[name] for name in "qkv"])
+    gradients = torch.autograd.grad(
+        (o * torch.from_numpy(data["weight"]).to(device, dtype)).sum(), [leaves[name] for name in "qkv"]
+    )
     for name, gradient in zip("qkv", gradients, strict=True):
         along = (gradient.cpu().double().numpy() * data[f"dir_{name}"]).sum()
         np.testing.assert_allclose(along, data[f"deriv_{name}"], rtol=derivatives, atol=derivatives)

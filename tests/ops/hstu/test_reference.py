@@ -60,7 +60,9 @@ def sees(i, j, length, causal, targets, max_attn_len, context):
     return context > 0 and identity(i) == 0 and identity(j) < end
 
 
-def brute_force(q, k, v, lengths, max_seq_len, alpha=None, causal=True, num_targets=None, max_attn_len=0, contextual_seq_len=0):
+def brute_force(
+    q, k, v, lengths, max_seq_len, alpha=None, causal=True, num_targets=None, max_attn_len=0, contextual_seq_len=0
+):
     """Straight from the definition, in Python numbers."""
     tokens, heads, channels = q.shape
     alpha = channels**-0.5 if alpha is None else alpha
@@ -90,7 +92,10 @@ def test_the_mask_of_every_small_sequence(causal, context, max_attn_len):
     for length in range(7):
         for targets in range(length + 1):
             mask = keep_mask(length, causal, targets, max_attn_len, context, torch.device("cpu"))
-            expected = [[sees(i, j, length, causal, targets, max_attn_len, context) for j in range(length)] for i in range(length)]
+            expected = [
+                [sees(i, j, length, causal, targets, max_attn_len, context) for j in range(length)]
+                for i in range(length)
+            ]
             assert mask.tolist() == expected, (length, targets)
         none = keep_mask(length, causal, None, max_attn_len, context, torch.device("cpu"))
         assert torch.equal(none, keep_mask(length, causal, 0, max_attn_len, context, torch.device("cpu")))
@@ -113,9 +118,13 @@ def test_the_mask_by_hand():
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_gradcheck(options):
     lengths = (5, 0, 1, 4)
-    limited = options | ({"num_targets": tuple(map(min, options["num_targets"], lengths))} if "num_targets" in options else {})
+    limited = options | (
+        {"num_targets": tuple(map(min, options["num_targets"], lengths))} if "num_targets" in options else {}
+    )
     q, k, v = (x.requires_grad_() for x in inputs(lengths, heads=2, channels=2, values=3))
-    assert torch.autograd.gradcheck(lambda *x: hstu_attention(*x, offsets(lengths), max_seq_len=5, **as_tensors(limited)), (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda *x: hstu_attention(*x, offsets(lengths), max_seq_len=5, **as_tensors(limited)), (q, k, v)
+    )
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -124,7 +133,9 @@ def test_packed_is_each_sequence_alone(options):
     o = hstu_attention(q, k, v, offsets(), max_seq_len=9, **as_tensors(options))
     for b, (start, stop) in enumerate(itertools.pairwise(offsets().tolist())):
         one = options | ({"num_targets": options["num_targets"][b : b + 1]} if "num_targets" in options else {})
-        alone = hstu_attention(*(x[start:stop] for x in (q, k, v)), torch.tensor([0, stop - start]), max_seq_len=9, **as_tensors(one))
+        alone = hstu_attention(
+            *(x[start:stop] for x in (q, k, v)), torch.tensor([0, stop - start]), max_seq_len=9, **as_tensors(one)
+        )
         assert torch.equal(o[start:stop], alone)
 
 
@@ -133,7 +144,9 @@ def test_other_sequences_change_nothing_even_where_nan():
     rows = slice(7, 17)
 
     def own(*tensors):
-        o = hstu_attention(*tensors, offsets(), max_seq_len=9, contextual_seq_len=2, num_targets=torch.tensor([1, 0, 0, 2]))[rows]
+        o = hstu_attention(
+            *tensors, offsets(), max_seq_len=9, contextual_seq_len=2, num_targets=torch.tensor([1, 0, 0, 2])
+        )[rows]
         return [o.detach(), *(x[rows] for x in torch.autograd.grad(o.sum(), tensors))]
 
     expected = own(q, k, v)
@@ -149,7 +162,9 @@ def test_other_sequences_change_nothing_even_where_nan():
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
 def test_no_tokens(lengths):
     q, k, v = (x.requires_grad_() for x in inputs(lengths))
-    o = hstu_attention(q, k, v, offsets(lengths), max_seq_len=4, num_targets=torch.zeros(len(lengths), dtype=torch.int32))
+    o = hstu_attention(
+        q, k, v, offsets(lengths), max_seq_len=4, num_targets=torch.zeros(len(lengths), dtype=torch.int32)
+    )
     assert o.shape == (0, 2, 5)
     assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [(0, 2, 3), (0, 2, 3), (0, 2, 5)]
 

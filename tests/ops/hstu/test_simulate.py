@@ -1,4 +1,6 @@
-"""The simulation is the algorithm: in fp64 it equals the reference, and in a kernel's precision what the kernel stores."""
+"""The simulation is the algorithm: in fp64 it equals the reference, and in a kernel's precision what the
+kernel stores.
+"""
 
 import itertools
 
@@ -34,7 +36,10 @@ PROBLEMS = {
 def tensors(tokens, heads, dtype=torch.float64):
     """q, k, v and do, [T, H, channels]."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(tokens, heads, channels, generator=generator, dtype=torch.float64).to(dtype) for channels in (16, 16, 24, 24)]
+    return [
+        torch.randn(tokens, heads, channels, generator=generator, dtype=torch.float64).to(dtype)
+        for channels in (16, 16, 24, 24)
+    ]
 
 
 def reference(q, k, v, options):
@@ -105,7 +110,9 @@ def test_every_pair_that_is_kept_lies_in_a_tile_that_is_walked(problem):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("problem", ["causal", "limit-both-ways", "targets-full", "context-targets-limit", "context-meets-targets"])
+@pytest.mark.parametrize(
+    "problem", ["causal", "limit-both-ways", "targets-full", "context-targets-limit", "context-meets-targets"]
+)
 def test_the_kernel_stores_what_the_simulation_makes(problem, dtype, device):
     tokens, options = PROBLEMS[problem]
     q, k, v, do = (x.to(device) for x in tensors(tokens, 2, dtype))
@@ -116,7 +123,11 @@ def test_the_kernel_stores_what_the_simulation_makes(problem, dtype, device):
     config = configs.Config(32, 32, 4, 1)
     made = launch.forward(inputs, config), *launch.backward(inputs, do, config, config)
     for head in range(2):
-        ours = simulated(*(x[:, head] for x in (q, k, v, do)), Tiling(32, 32), Options(**{**vars(options), "gain": inputs.gain or 1.0}))
+        ours = simulated(
+            *(x[:, head] for x in (q, k, v, do)),
+            Tiling(32, 32),
+            Options(**{**vars(options), "gain": inputs.gain or 1.0}),
+        )
         for actual, simulation in zip(made, ours, strict=True):
             # Where rounding falls the other way once, a 16-bit value moves by its last bit.
             allowed = (2e-5 if dtype == torch.float32 else 2**-6) * simulation.abs().max().item()

@@ -149,7 +149,10 @@ def test_transforms_and_forward_mode_are_refused(place):
     ):
         with pytest.raises(NotImplementedError, match="torch.func.*backend='reference'"):
             transform()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"),
+    ):
         of_q(torch.autograd.forward_ad.make_dual(q, q))
 
 

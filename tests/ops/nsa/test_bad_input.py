@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tilewise import compressed_attention, native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
+from tilewise import (
+    compressed_attention,
+    native_sparse_attend,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+)
 from tilewise.ops._host import backend as backends
 
 BACKENDS = ("cpu", "triton", "reference")
@@ -12,13 +18,21 @@ SMALL = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_count
 
 
 def native(tokens=20, dtype=torch.float32, **more):
-    tensors = {"q": torch.randn(2, tokens, 4, 16, dtype=dtype)} | {name: torch.randn(2, tokens, 2, 16, dtype=dtype) for name in "kv"}
+    tensors = {"q": torch.randn(2, tokens, 4, 16, dtype=dtype)} | {
+        name: torch.randn(2, tokens, 2, 16, dtype=dtype) for name in "kv"
+    }
     return tensors | {name: torch.rand(2, tokens, 4) for name in GATES} | SMALL | more
 
 
 def packed(offsets=(0, 9, 20), tokens=20, dtype=torch.int32, **more):
     tensors = {"q": torch.randn(tokens, 4, 16), "k": torch.randn(tokens, 2, 16), "v": torch.randn(tokens, 2, 16)}
-    return tensors | {name: torch.rand(tokens, 4) for name in GATES} | SMALL | {"cu_seqlens": torch.tensor(offsets, dtype=dtype)} | more
+    return (
+        tensors
+        | {name: torch.rand(tokens, 4) for name in GATES}
+        | SMALL
+        | {"cu_seqlens": torch.tensor(offsets, dtype=dtype)}
+        | more
+    )
 
 
 def learned(windows=4, rows=(2,), heads=2, channels=16, values=16):
@@ -31,21 +45,53 @@ def blocks(fill=0, shape=(2, 20, 2, 4), dtype=torch.int32):
 
 NATIVE = {
     "not-a-tensor": (native(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-3": (native(q=torch.randn(20, 4, 16)), ValueError, r"q has 3 dimensions: expected \[B, T, H, D\] \(give cu_seqlens for packed"),
-    "rank-4-packed": (packed(v=torch.randn(1, 20, 2, 16)), ValueError, r"v has 4 dimensions: expected \[N, H, D\].*cu_seqlens is given"),
+    "rank-3": (
+        native(q=torch.randn(20, 4, 16)),
+        ValueError,
+        r"q has 3 dimensions: expected \[B, T, H, D\] \(give cu_seqlens for packed",
+    ),
+    "rank-4-packed": (
+        packed(v=torch.randn(1, 20, 2, 16)),
+        ValueError,
+        r"v has 4 dimensions: expected \[N, H, D\].*cu_seqlens is given",
+    ),
     "dtype-mix": (native(v=torch.randn(2, 20, 2, 16).half()), TypeError, "v is torch.float16 and q is torch.float32"),
-    "head-ratio": (native(k=torch.randn(2, 20, 3, 16), v=torch.randn(2, 20, 3, 16)), ValueError, "k has 3 heads and q has 4"),
+    "head-ratio": (
+        native(k=torch.randn(2, 20, 3, 16), v=torch.randn(2, 20, 3, 16)),
+        ValueError,
+        "k has 3 heads and q has 4",
+    ),
     "channels-differ": (native(k=torch.randn(2, 20, 2, 8)), ValueError, "k has 8 channels and q has 16"),
     "kv-lengths-differ": (native(v=torch.randn(2, 19, 2, 16)), ValueError, "v and k must agree"),
-    "lengths-differ": (native(k=torch.randn(2, 19, 2, 16), v=torch.randn(2, 19, 2, 16)), ValueError, "k has 19 tokens and q has 20"),
-    "packed-lengths-differ": (packed(k=torch.randn(19, 2, 16), v=torch.randn(19, 2, 16)), ValueError, "k has 19 tokens and q has 20"),
+    "lengths-differ": (
+        native(k=torch.randn(2, 19, 2, 16), v=torch.randn(2, 19, 2, 16)),
+        ValueError,
+        "k has 19 tokens and q has 20",
+    ),
+    "packed-lengths-differ": (
+        packed(k=torch.randn(19, 2, 16), v=torch.randn(19, 2, 16)),
+        ValueError,
+        "k has 19 tokens and q has 20",
+    ),
     "too-wide": (native(v=torch.randn(2, 20, 2, 257)), ValueError, "v has 257 channels: expected 1 to 256"),
-    "last-axis": (native(q=torch.randn(2, 20, 16, 4).transpose(2, 3)), ValueError, r"q's last axis has stride 4.*q\.contiguous\(\)"),
+    "last-axis": (
+        native(q=torch.randn(2, 20, 16, 4).transpose(2, 3)),
+        ValueError,
+        r"q's last axis has stride 4.*q\.contiguous\(\)",
+    ),
     "devices-differ": (native(v=torch.empty(2, 20, 2, 16, device="meta")), ValueError, "v is on meta and q is on cpu"),
     "scale-infinite": (native(scale=float("inf")), ValueError, "scale is inf: expected a finite number"),
     "backend": (native(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
-    "size-of-strides": (native(compress_size=10), ValueError, "compress_size is 10 and compress_stride is 4: compress_size must be a multiple"),
-    "block-of-strides": (native(block_size=10), ValueError, "block_size is 10 and compress_stride is 4: block_size must be a multiple"),
+    "size-of-strides": (
+        native(compress_size=10),
+        ValueError,
+        "compress_size is 10 and compress_stride is 4: compress_size must be a multiple",
+    ),
+    "block-of-strides": (
+        native(block_size=10),
+        ValueError,
+        "block_size is 10 and compress_stride is 4: block_size must be a multiple",
+    ),
     "size-0": (native(compress_size=0), ValueError, "compress_size is 0: expected a whole number of at least 1"),
     "stride-0": (native(compress_stride=0), ValueError, "compress_stride is 0: expected a whole number of at least 1"),
     "stride-fraction": (native(compress_stride=4.0), TypeError, r"compress_stride is 4\.0: expected a whole number"),
@@ -55,19 +101,43 @@ NATIVE = {
     "window-0": (native(window_size=0), ValueError, "window_size is 0: expected a whole number of at least 1"),
     "init-negative": (native(init_blocks=-1), ValueError, "init_blocks is -1: expected a whole number of at least 0"),
     "local-negative": (native(local_blocks=-1), ValueError, "local_blocks is -1"),
-    "too-many-forced": (native(init_blocks=3), ValueError, "init_blocks is 3, local_blocks is 2 and block_count is 4: .*must not be more"),
-    "no-gate": (native(g_cmp=None, g_slc=None, g_swa=None), ValueError, "g_cmp, g_slc and g_swa are None: give at least one gate"),
+    "too-many-forced": (
+        native(init_blocks=3),
+        ValueError,
+        "init_blocks is 3, local_blocks is 2 and block_count is 4: .*must not be more",
+    ),
+    "no-gate": (
+        native(g_cmp=None, g_slc=None, g_swa=None),
+        ValueError,
+        "g_cmp, g_slc and g_swa are None: give at least one gate",
+    ),
     "gate-list": (native(g_cmp=[1.0]), TypeError, r"g_cmp is a list: expected a torch.Tensor \[B, T, Hq\]"),
-    "gate-shape": (native(g_slc=torch.rand(2, 20, 2)), ValueError, r"g_slc has shape \[2, 20, 2\]: expected \[B, T, Hq\], here \[2, 20, 4\]"),
-    "gate-packed": (packed(g_swa=torch.rand(1, 20, 4)), ValueError, r"g_swa has shape \[1, 20, 4\]: expected \[N, Hq\], here \[20, 4\]"),
+    "gate-shape": (
+        native(g_slc=torch.rand(2, 20, 2)),
+        ValueError,
+        r"g_slc has shape \[2, 20, 2\]: expected \[B, T, Hq\], here \[2, 20, 4\]",
+    ),
+    "gate-packed": (
+        packed(g_swa=torch.rand(1, 20, 4)),
+        ValueError,
+        r"g_swa has shape \[1, 20, 4\]: expected \[N, Hq\], here \[20, 4\]",
+    ),
     "gate-dtype": (
         native(g_cmp=torch.rand(2, 20, 4).half()),
         TypeError,
         "g_cmp is torch.float16 and q is torch.float32: expected q's dtype or float32",
     ),
     "gate-device": (native(g_swa=torch.empty(2, 20, 4, device="meta")), ValueError, "g_swa is on meta and q is on cpu"),
-    "indices-of-nothing": (native(g_slc=None, return_indices=True), ValueError, "return_indices is True and g_slc is None"),
-    "k-cmp-alone": (native(k_cmp=learned()["k_cmp"]), ValueError, "k_cmp is given without v_cmp: give both, or neither"),
+    "indices-of-nothing": (
+        native(g_slc=None, return_indices=True),
+        ValueError,
+        "return_indices is True and g_slc is None",
+    ),
+    "k-cmp-alone": (
+        native(k_cmp=learned()["k_cmp"]),
+        ValueError,
+        "k_cmp is given without v_cmp: give both, or neither",
+    ),
     "v-cmp-alone": (native(v_cmp=learned()["v_cmp"]), ValueError, "v_cmp is given without k_cmp"),
     "windows-wrong": (
         native(**learned(5)),
@@ -75,9 +145,17 @@ NATIVE = {
         r"k_cmp has 5 windows: expected 4, \(T - compress_size\) // compress_stride \+ 1 of 20 tokens",
     ),
     "windows-differ": (native(**learned() | {"v_cmp": learned(3)["v_cmp"]}), ValueError, "v_cmp and k_cmp must agree"),
-    "windows-dtype": (native(**{name: x.half() for name, x in learned().items()}), TypeError, "k_cmp is torch.float16 and q is torch.float32"),
+    "windows-dtype": (
+        native(**{name: x.half() for name, x in learned().items()}),
+        TypeError,
+        "k_cmp is torch.float16 and q is torch.float32",
+    ),
     "windows-heads": (native(**learned(heads=1)), ValueError, "k_cmp and v_cmp must have k's heads"),
-    "windows-values": (native(**learned(values=8)), ValueError, r"v_cmp v's channels \(got shapes .*v_cmp \[2, 4, 2, 8\]"),
+    "windows-values": (
+        native(**learned(values=8)),
+        ValueError,
+        r"v_cmp v's channels \(got shapes .*v_cmp \[2, 4, 2, 8\]",
+    ),
     "windows-packed-many": (packed(**learned(6, rows=())), ValueError, "k_cmp has 6 windows: 20 tokens have at most 5"),
     "windows-packed-wrong": (packed(**learned(3, rows=())), ValueError, "k_cmp has 3 windows: expected 2, the sum of"),
     "blocks-list": (
@@ -85,24 +163,48 @@ NATIVE = {
         TypeError,
         r"block_indices is a list: expected an int32 or int64 torch.Tensor \[B, T, Hk, block_count\]",
     ),
-    "blocks-dtype": (native(**blocks(dtype=torch.int16)), TypeError, "block_indices is torch.int16: expected int32 or int64"),
-    "blocks-count": (native(**blocks(shape=(2, 20, 2, 3))), ValueError, r"block_indices has shape \[2, 20, 2, 3\]: .*here \[2, 20, 2, 4\]"),
+    "blocks-dtype": (
+        native(**blocks(dtype=torch.int16)),
+        TypeError,
+        "block_indices is torch.int16: expected int32 or int64",
+    ),
+    "blocks-count": (
+        native(**blocks(shape=(2, 20, 2, 3))),
+        ValueError,
+        r"block_indices has shape \[2, 20, 2, 3\]: .*here \[2, 20, 2, 4\]",
+    ),
     "blocks-heads": (native(**blocks(shape=(2, 20, 4, 4))), ValueError, r"block_indices has shape \[2, 20, 4, 4\]"),
-    "blocks-device": (native(block_indices=torch.empty(2, 20, 2, 4, dtype=torch.int32, device="meta")), ValueError, "block_indices is on meta"),
+    "blocks-device": (
+        native(block_indices=torch.empty(2, 20, 2, 4, dtype=torch.int32, device="meta")),
+        ValueError,
+        "block_indices is on meta",
+    ),
     "blocks-past-the-end": (
         native(**blocks(3)),
         ValueError,
         r"block_indices holds 3 at \[0, 0, 0, 0\]: expected -1 \(no block\) or 0 to 2, for there are 3",
     ),
     "blocks-below": (native(**blocks(-2)), ValueError, "block_indices holds -2"),
-    "blocks-of-another": (packed(**blocks(2, (20, 2, 4))), ValueError, r"block_indices holds 2 at \[0, 0, 0\]: expected -1 \(no block\) or 0 to 1"),
+    "blocks-of-another": (
+        packed(**blocks(2, (20, 2, 4))),
+        ValueError,
+        r"block_indices holds 2 at \[0, 0, 0\]: expected -1 \(no block\) or 0 to 1",
+    ),
     "offsets-start": (packed([1, 20]), ValueError, "cu_seqlens starts at 1: the first offset must be 0"),
     "offsets-unsorted": (packed([0, 9, 3, 20]), ValueError, "cu_seqlens decreases from 9 to 3 at position 2"),
-    "offsets-end": (packed([0, 5]), ValueError, "cu_seqlens ends at 5: the last offset must be the number of tokens, 20"),
+    "offsets-end": (
+        packed([0, 5]),
+        ValueError,
+        "cu_seqlens ends at 5: the last offset must be the number of tokens, 20",
+    ),
     "offsets-none": (packed([0]), ValueError, "cu_seqlens holds no sequence and there are 20 tokens"),
     "offsets-float": (packed(dtype=torch.float32), TypeError, "cu_seqlens is torch.float32: expected int32 or int64"),
     "offsets-list": (packed(cu_seqlens=[0, 20]), TypeError, "cu_seqlens is a list"),
-    "offsets-device": (packed(cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")), ValueError, "cu_seqlens is on meta"),
+    "offsets-device": (
+        packed(cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")),
+        ValueError,
+        "cu_seqlens is on meta",
+    ),
 }
 
 WINDOWS = {"compress_size": 8, "compress_stride": 4}
@@ -122,15 +224,30 @@ def selecting(**more):
 
 
 STEPS = {
-    "cmp-windows": (compressed_attention, steps(**learned(5), **WINDOWS), ValueError, "k_cmp has 5 windows: expected 4"),
-    "cmp-sizes": (compressed_attention, steps(compress_size=6, compress_stride=4), ValueError, "compress_size is 6 and compress_stride is 4"),
+    "cmp-windows": (
+        compressed_attention,
+        steps(**learned(5), **WINDOWS),
+        ValueError,
+        "k_cmp has 5 windows: expected 4",
+    ),
+    "cmp-sizes": (
+        compressed_attention,
+        steps(compress_size=6, compress_stride=4),
+        ValueError,
+        "compress_size is 6 and compress_stride is 4",
+    ),
     "cmp-heads": (
         compressed_attention,
         steps(**learned(heads=3), **WINDOWS),
         ValueError,
         "k_cmp has 3 heads and q has 4: q's heads must be .* k_cmp's",
     ),
-    "cmp-channels": (compressed_attention, steps(**learned(channels=8), **WINDOWS), ValueError, "k_cmp has 8 channels and q has 16"),
+    "cmp-channels": (
+        compressed_attention,
+        steps(**learned(channels=8), **WINDOWS),
+        ValueError,
+        "k_cmp has 8 channels and q has 16",
+    ),
     "cmp-list": (compressed_attention, steps(**WINDOWS, v_cmp=[1.0]), TypeError, "v_cmp is a list"),
     "cmp-offsets": (
         compressed_attention,
@@ -144,10 +261,25 @@ STEPS = {
         ValueError,
         "k_cmp has 4 windows: expected 2",
     ),
-    "select-windows": (select_blocks, choosing(k_cmp=learned(3)["k_cmp"]), ValueError, "k_cmp has 3 windows: expected 4"),
-    "select-forced": (select_blocks, choosing(block_count=2), ValueError, "init_blocks is 1, local_blocks is 2 and block_count is 2"),
+    "select-windows": (
+        select_blocks,
+        choosing(k_cmp=learned(3)["k_cmp"]),
+        ValueError,
+        "k_cmp has 3 windows: expected 4",
+    ),
+    "select-forced": (
+        select_blocks,
+        choosing(block_count=2),
+        ValueError,
+        "init_blocks is 1, local_blocks is 2 and block_count is 2",
+    ),
     "select-scale": (select_blocks, choosing(scale="1"), TypeError, "scale is a str"),
-    "slc-lengths": (selected_attention, selecting(q=torch.randn(2, 21, 4, 16)), ValueError, "k has 20 tokens and q has 21"),
+    "slc-lengths": (
+        selected_attention,
+        selecting(q=torch.randn(2, 21, 4, 16)),
+        ValueError,
+        "k has 20 tokens and q has 21",
+    ),
     "slc-block": (selected_attention, selecting(block_size=0), ValueError, "block_size is 0"),
     "slc-rank": (
         selected_attention,
@@ -155,39 +287,80 @@ STEPS = {
         ValueError,
         r"block_indices has shape \[20, 2, 4\]: expected \[B, T, Hk, S\]",
     ),
-    "slc-dtype": (selected_attention, selecting(block_indices=torch.rand(2, 20, 2, 4)), TypeError, "block_indices is torch.float32: expected int32"),
+    "slc-dtype": (
+        selected_attention,
+        selecting(block_indices=torch.rand(2, 20, 2, 4)),
+        TypeError,
+        "block_indices is torch.float32: expected int32",
+    ),
     "slc-values": (selected_attention, selecting(**blocks(3)), ValueError, "block_indices holds 3"),
 }
 
 
 def attending(shape=(2, 2, 20, 3), **more):
-    tensors = {"fq": torch.randn(2, 4, 20, 16), "fk": torch.randn(2, 2, 20, 16), "fv": torch.randn(2, 2, 20, 16), "block_size": 8}
-    return tensors | {"selected_block_indices": torch.zeros(shape, dtype=torch.int64), "fmask": torch.ones(shape, dtype=torch.bool)} | more
+    tensors = {
+        "fq": torch.randn(2, 4, 20, 16),
+        "fk": torch.randn(2, 2, 20, 16),
+        "fv": torch.randn(2, 2, 20, 16),
+        "block_size": 8,
+    }
+    return (
+        tensors
+        | {
+            "selected_block_indices": torch.zeros(shape, dtype=torch.int64),
+            "fmask": torch.ones(shape, dtype=torch.bool),
+        }
+        | more
+    )
 
 
 ATTEND = {
     "rank": (attending(fq=torch.randn(2, 20, 16)), ValueError, r"fq has 3 dimensions: expected \[B, H, T, D\] \(got"),
-    "heads": (attending(fq=torch.randn(2, 5, 20, 16)), ValueError, "fk has 2 heads and fq has 5: fq's heads must be a multiple of fk's"),
+    "heads": (
+        attending(fq=torch.randn(2, 5, 20, 16)),
+        ValueError,
+        "fk has 2 heads and fq has 5: fq's heads must be a multiple of fk's",
+    ),
     "lengths": (attending(fq=torch.randn(2, 4, 21, 16)), ValueError, "fk has 20 tokens and fq has 21"),
     "last-axis": (attending(fv=torch.randn(2, 2, 16, 20).transpose(2, 3)), ValueError, "fv's last axis has stride 20"),
     "block": (attending(block_size=0), ValueError, "block_size is 0"),
-    "indices-heads": (attending((2, 3, 20, 3)), ValueError, r"selected_block_indices has shape \[2, 3, 20, 3\]: expected \[B, Hk or Hq, T, S\]"),
+    "indices-heads": (
+        attending((2, 3, 20, 3)),
+        ValueError,
+        r"selected_block_indices has shape \[2, 3, 20, 3\]: expected \[B, Hk or Hq, T, S\]",
+    ),
     "indices-rank": (attending((2, 20, 3)), ValueError, r"selected_block_indices has shape \[2, 20, 3\]"),
-    "indices-dtype": (attending(selected_block_indices=torch.zeros(2, 2, 20, 3)), TypeError, "selected_block_indices is torch.float32"),
+    "indices-dtype": (
+        attending(selected_block_indices=torch.zeros(2, 2, 20, 3)),
+        TypeError,
+        "selected_block_indices is torch.float32",
+    ),
     "indices-values": (
         attending(selected_block_indices=torch.full((2, 2, 20, 3), 3)),
         ValueError,
         r"selected_block_indices holds 3 at \[0, 0, 0, 0\]: expected -1 \(no block\) or 0 to 2",
     ),
-    "mask-dtype": (attending(fmask=torch.ones(2, 2, 20, 3)), TypeError, "fmask is torch.float32: expected a torch.Tensor of bool"),
+    "mask-dtype": (
+        attending(fmask=torch.ones(2, 2, 20, 3)),
+        TypeError,
+        "fmask is torch.float32: expected a torch.Tensor of bool",
+    ),
     "mask-none": (attending(fmask=None), TypeError, "fmask is a NoneType"),
     "mask-shape": (
         attending(fmask=torch.ones(2, 4, 20, 3, dtype=torch.bool)),
         ValueError,
         r"fmask has shape \[2, 4, 20, 3\]: expected the indices' shape",
     ),
-    "factor-shape": (attending(sel_scale=torch.ones(2, 2, 20)), ValueError, r"sel_scale has shape \[2, 2, 20\]: expected the indices' shape"),
-    "factor-dtype": (attending(sel_scale=torch.ones(2, 2, 20, 3).half()), TypeError, "sel_scale is torch.float16 and fq is torch.float32"),
+    "factor-shape": (
+        attending(sel_scale=torch.ones(2, 2, 20)),
+        ValueError,
+        r"sel_scale has shape \[2, 2, 20\]: expected the indices' shape",
+    ),
+    "factor-dtype": (
+        attending(sel_scale=torch.ones(2, 2, 20, 3).half()),
+        TypeError,
+        "sel_scale is torch.float16 and fq is torch.float32",
+    ),
 }
 
 BAD = (
@@ -228,7 +401,10 @@ def test_the_kernels_blocks_are_limited(backend):
     }
     for name, call in calls.items():
         if backend == "triton":
-            with pytest.raises(ValueError, match="block_size is 132: backend 'triton' takes blocks of at most 128; backend='reference' takes any"):
+            with pytest.raises(
+                ValueError,
+                match="block_size is 132: backend 'triton' takes blocks of at most 128; backend='reference' takes any",
+            ):
                 call()
         else:
             assert call().isfinite().all(), name
@@ -251,7 +427,9 @@ def on_gpu(arguments):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["offsets-unsorted", "windows-packed-wrong", "blocks-past-the-end", "blocks-of-another"])
+@pytest.mark.parametrize(
+    "name", ["offsets-unsorted", "windows-packed-wrong", "blocks-past-the-end", "blocks-of-another"]
+)
 def test_cuda_values_are_checked_on_request(name, monkeypatch):
     arguments, error, message = NATIVE[name]
     monkeypatch.setenv("TILEWISE_CHECK", "1")

@@ -1,4 +1,5 @@
-"""The kernels compiled for GPUs that are not here: they fit, spill no more than a little, and use the fast matrix units.
+"""The kernels compiled for GPUs that are not here: they fit, spill no more than a little, and use the fast matrix
+units.
 
 The usual problems are `tilewise inspect --check`'s; these are the others.
 """
@@ -6,13 +7,25 @@ The usual problems are `tilewise inspect --check`'s; these are the others.
 import pytest
 from compiling import SCRIPT, compiled
 
-MULTIPLYING = ("flash_fwd", "flash_bwd_dkdv", "flash_bwd_dq", "choose_scores", "fwd_lists", "fwd_union", "bwd_lists", "bwd_union")
+MULTIPLYING = (
+    "flash_fwd",
+    "flash_bwd_dkdv",
+    "flash_bwd_dq",
+    "choose_scores",
+    "fwd_lists",
+    "fwd_union",
+    "bwd_lists",
+    "bwd_union",
+)
 
 
 def check(architecture: int, dtype: str, channels: int, block: int, group: int, spilled: int) -> None:
     kernels = compiled(SCRIPT, "nsa:launches", architecture, dtype, channels, block, group)
     names = [kernel["kernel"] for kernel in kernels]
-    assert all(any(part in name for name in names) for part in (*MULTIPLYING[:5], "bwd_lists", "compress", "combine", "index_count", "choose_best"))
+    assert all(
+        any(part in name for name in names)
+        for part in (*MULTIPLYING[:5], "bwd_lists", "compress", "combine", "index_count", "choose_best")
+    )
     for kernel in kernels:
         assert kernel["spill_stores"] <= spilled, kernel
         multiplies = any(part in kernel["kernel"] for part in MULTIPLYING)
@@ -28,7 +41,10 @@ def test_a_99_kb_card(architecture, channels, block, group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "channels"), [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)])
+@pytest.mark.parametrize(
+    ("architecture", "channels"),
+    [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
+)
 def test_fp32(architecture, channels):
     check(architecture, "float32", channels, 64, 4, spilled=3000)
 

@@ -1,4 +1,6 @@
-"""Compressed attention through flash's kernels, against a direct computation in fp64; the tile ranges of strided keys, against all pairs."""
+"""Compressed attention through flash's kernels, against a direct computation in fp64; the tile ranges of strided keys,
+against all pairs.
+"""
 
 import itertools
 
@@ -47,14 +49,23 @@ def attend(q, k, v, size, stride):
 
 
 def truth(q, k, v, do, dlse, size, stride, sequences=None):
-    """o, lse, dq, dk and dv in fp64; `sequences` has the tokens and windows of each packed sequence, else a batch's entries are the sequences."""
+    """o, lse, dq, dk and dv in fp64; `sequences` has the tokens and windows of each packed sequence, else a batch's
+    entries are the sequences.
+    """
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     if sequences is None:
-        o, lse = map(torch.stack, zip(*(attend(*entry, size, stride) for entry in zip(*leaves, strict=True)), strict=True))
+        o, lse = map(
+            torch.stack, zip(*(attend(*entry, size, stride) for entry in zip(*leaves, strict=True)), strict=True)
+        )
     else:
         found = [attend(leaves[0][rows], leaves[1][keys], leaves[2][keys], size, stride) for rows, keys in sequences]
         o, lse = torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found], 1)
-    gradients = torch.autograd.grad([o, lse], leaves, [do.double(), torch.zeros_like(lse) if dlse is None else dlse.double()], materialize_grads=True)
+    gradients = torch.autograd.grad(
+        [o, lse],
+        leaves,
+        [do.double(), torch.zeros_like(lse) if dlse is None else dlse.double()],
+        materialize_grads=True,
+    )
     return [o.detach(), lse.detach(), *gradients]
 
 
@@ -65,7 +76,9 @@ def assert_near(actual, expected, dtype):
         finite = b[b.isfinite()]
         size = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
         tolerance = TOLERANCE[torch.float32 if name == "lse" else dtype]
-        torch.testing.assert_close(a.double() / size, b / size, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a.double() / size, b / size, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def run(q, k, v, do, dlse, size, stride, cu=None, windows=None):
@@ -74,7 +87,9 @@ def run(q, k, v, do, dlse, size, stride, cu=None, windows=None):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("size", "stride", "tokens"), [(32, 16, 171), (16, 16, 144), (48, 16, 100), (8, 4, 131), (3, 1, 70), (1, 1, 40)])
+@pytest.mark.parametrize(
+    ("size", "stride", "tokens"), [(32, 16, 171), (16, 16, 144), (48, 16, 100), (8, 4, 131), (3, 1, 70), (1, 1, 40)]
+)
 def test_dense(size, stride, tokens, dtype, device):
     given = tensors(device, tokens, windows_in(tokens, size, stride), dtype=dtype)
     actual = run(*given, size, stride)
@@ -117,11 +132,16 @@ LENGTHS = (0, 70, 7, 0, 45)
 
 
 def packed(lengths, size, stride, means):
-    """Offsets of tokens and windows, rows of windows, and the tokens and windows of each sequence. `means` makes room as the means have it."""
+    """Offsets of tokens and windows, rows of windows, and the tokens and windows of each sequence.
+
+    `means` makes room as the means have it.
+    """
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
     counts = [windows_in(n, size, stride) for n in lengths]
     starts = (cu // stride).tolist() if means else [0, *itertools.accumulate(counts)]
-    pairs = [(slice(int(a), int(b)), slice(c, c + n)) for a, b, c, n in zip(cu[:-1], cu[1:], starts, counts, strict=False)]
+    pairs = [
+        (slice(int(a), int(b)), slice(c, c + n)) for a, b, c, n in zip(cu[:-1], cu[1:], starts, counts, strict=False)
+    ]
     return cu, torch.tensor(starts, dtype=torch.int32), starts[-1], pairs
 
 
@@ -167,7 +187,11 @@ def test_parts_of_a_group(size, stride, tiles, tokens, parts, device):
     *given, inputs = tiled(device, size, stride, tokens)
     config = Config(*tiles, 4, 1, parts=parts)
     o, lse = flash.forward(inputs, config)
-    assert_near([o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)], truth(*given, size, stride), torch.float32)
+    assert_near(
+        [o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)],
+        truth(*given, size, stride),
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -178,7 +202,11 @@ def test_parts_of_packed_sequences(parts, device):
     inputs = make_inputs(*given[:3], cu.to(device), windows.to(device), size, stride, SCALE)
     config = Config(128, 32, 4, 1, parts=parts)
     o, lse = flash.forward(inputs, config)
-    assert_near([o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)], truth(*given, size, stride, pairs), torch.bfloat16)
+    assert_near(
+        [o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)],
+        truth(*given, size, stride, pairs),
+        torch.bfloat16,
+    )
 
 
 def test_long_sequences_are_divided(device, monkeypatch):
@@ -203,15 +231,21 @@ def test_the_kernel_stores_what_the_simulation_makes(size, stride, tiles, tokens
     dq, dk, dv = (flash._empty(x, n) for x, n in ((q, 1), (k, parts), (v, parts)))
     run_all(flash.backward_launches(inputs, o, lse, do, dlse, (dq, dk, dv), config, config), q.device)
     close = {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 2**-6}
-    simulated = simulate_all(q, k, v, o, lse, do, dlse, config, simulate.Options(SCALE, right=1 - size, key_stride=stride))
+    simulated = simulate_all(
+        q, k, v, o, lse, do, dlse, config, simulate.Options(SCALE, right=1 - size, key_stride=stride)
+    )
     for name, actual in zip(NAMES, (o, lse, dq, dk, dv), strict=True):
         expected = simulated[name].to(actual.device)
         largest = max(1.0, expected[expected.isfinite()].abs().max().item())
-        torch.testing.assert_close(actual[0].float() / largest, expected.float() / largest, **close, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[0].float() / largest, expected.float() / largest, **close, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def simulate_all(q, k, v, o, lse, do, dlse, config, options):
-    """Every tile of every head of batch entry 0 on one key head, simulated from the kernels' o and lse; dk and dv with a head for each part."""
+    """Every tile of every head of batch entry 0 on one key head, simulated from the kernels' o and lse; dk and dv with
+    a head for each part.
+    """
     tiling = simulate.Tiling(config.block_m, config.block_n)
     q, o, do = (x[0].transpose(0, 1) for x in (q, o, do))
     k, v, lse, dlse = k[0, :, 0], v[0, :, 0], lse[0], None if dlse is None else dlse[0]
@@ -219,17 +253,27 @@ def simulate_all(q, k, v, o, lse, do, dlse, config, options):
     delta, lse_log2 = simulate.prepare(o, do, lse, dlse)
     starts = range(0, tokens, config.block_m)
     fwd = [[dict(simulate.forward(q[h], k, v, i_m, tiling, options)) for i_m in starts] for h in range(heads)]
-    dq = [[dict(simulate.backward_dq(q[h], k, v, do[h], lse_log2[h], delta[h], i_m, tiling, options)) for i_m in starts] for h in range(heads)]
+    dq = [
+        [dict(simulate.backward_dq(q[h], k, v, do[h], lse_log2[h], delta[h], i_m, tiling, options)) for i_m in starts]
+        for h in range(heads)
+    ]
     part = [slice(first, first + heads // config.parts) for first in range(0, heads, heads // config.parts)]
     dkdv = [
-        [dict(simulate.backward_dkdv(q[p], k, v, do[p], lse_log2[p], delta[p], i_n, tiling, options)) for i_n in range(0, rows, config.block_n)]
+        [
+            dict(simulate.backward_dkdv(q[p], k, v, do[p], lse_log2[p], delta[p], i_n, tiling, options))
+            for i_n in range(0, rows, config.block_n)
+        ]
         for p in part
     ]
 
     def joined(found, name, length):
         return torch.stack([torch.cat([x[name] for x in tiles])[:length] for tiles in found], 1)
 
-    made = {"o": joined(fwd, "O_final", tokens), "lse": joined(fwd, "LSE", tokens).T, "dq": joined(dq, "dQ_final", tokens)}
+    made = {
+        "o": joined(fwd, "O_final", tokens),
+        "lse": joined(fwd, "LSE", tokens).T,
+        "dq": joined(dq, "dQ_final", tokens),
+    }
     return made | {"dk": joined(dkdv, "dK_final", rows), "dv": joined(dkdv, "dV_final", rows)}
 
 
@@ -237,14 +281,27 @@ def simulate_all(q, k, v, o, lse, do, dlse, config, options):
 def test_the_simulation_equals_the_truth_in_fp64(size, stride, tiles, tokens):
     given = [x.double() for x in tensors("cpu", tokens, windows_in(tokens, size, stride), heads=(4, 1))]
     expected = truth(*given, size, stride)
-    simulated = simulate_all(*given[:3], *expected[:2], *given[3:], Config(*tiles, 4, 1), simulate.Options(SCALE, right=1 - size, key_stride=stride))
+    simulated = simulate_all(
+        *given[:3],
+        *expected[:2],
+        *given[3:],
+        Config(*tiles, 4, 1),
+        simulate.Options(SCALE, right=1 - size, key_stride=stride),
+    )
     for name, actual, exact in zip(NAMES, simulated.values(), expected, strict=True):
         torch.testing.assert_close(actual, exact[0], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @triton.jit
 def ranges_kernel(
-    cases, found, n_cases, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, LANES: tl.constexpr
+    cases,
+    found,
+    n_cases,
+    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     # Grid: the cases, LANES to a program.
     # Owns: LANES cases of four numbers: a tile's first row, queries, keys, right.
@@ -268,7 +325,9 @@ def all_ranges(device, by_keys, tiles, stride):
     """Cases [n, 4] (first row of a tile, queries, keys, right) and their bounds [n, 4], from one launch."""
     own, step = (0, tiles[0]) if by_keys else (1, tiles[1])
     sizes = itertools.product((0, 1, 2, 5, 8, 11, 16, 17, 23), (0, 1, 2, 3, 4, 7, 8, 13), range(-3 * stride - 2, 3))
-    cases = torch.tensor([(i, *size) for size in sizes for i in range(0, size[own], step)], dtype=torch.int32, device=device)
+    cases = torch.tensor(
+        [(i, *size) for size in sizes for i in range(0, size[own], step)], dtype=torch.int32, device=device
+    )
     found = torch.full_like(cases, -(2**20))
     blocks = {"BLOCK_M": tiles[0], "BLOCK_N": tiles[1], "KEY_STRIDE": stride, "LANES": 1024}
     arguments = {"cases": cases, "found": found, "n_cases": len(cases), "KEYS": by_keys, **blocks}
@@ -309,7 +368,9 @@ def test_key_range_is_exact(tiles, stride, device):
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_query_range_is_exact(tiles, stride, device):
-    """Walked are the query tiles in which a query sees a key of the tile, unmasked those in which each sees all; what lies past an end is free."""
+    """Walked are the query tiles in which a query sees a key of the tile, unmasked those in which each sees all; what
+    lies past an end is free.
+    """
     cases, ends = all_ranges(device, False, tiles, stride)
     i_n, queries, keys, right = (x[:, None, None] for x in cases.unbind(1))
     m, n = torch.arange(32)[:, None], i_n + torch.arange(tiles[1])
@@ -317,7 +378,9 @@ def test_query_range_is_exact(tiles, stride, device):
     seen = inside & (n * stride <= m + right)
     walked, whole = blocks_of(ends, tiles[0], 32 // tiles[0])
     some = seen.any(2).unflatten(1, (-1, tiles[0])).any(2)
-    full = (seen | ~inside).all(2).unflatten(1, (-1, tiles[0])).all(2) & inside.any(2).unflatten(1, (-1, tiles[0])).any(2)
+    full = (seen | ~inside).all(2).unflatten(1, (-1, tiles[0])).all(2) & inside.any(2).unflatten(1, (-1, tiles[0])).any(
+        2
+    )
     unseen = ~some.any(1)
     assert torch.equal(walked[~unseen], some[~unseen])
     # A key tile that nobody sees may cost one masked step, where the last query tile is partial.

@@ -1,8 +1,21 @@
-"""What must not matter to the CPU backend: chunks, packing, strides, the run, torch's defaults, what is masked, the length."""
+"""What must not matter to the CPU backend: chunks, packing, strides, the run, torch's defaults, what is masked, the
+length.
+"""
 
 import pytest
 import torch
-from nsa_inputs import LENGTHS, SMALL, assert_close, attend_inputs, case, cumulative, differentiate, inputs, random, windows
+from nsa_inputs import (
+    LENGTHS,
+    SMALL,
+    assert_close,
+    attend_inputs,
+    case,
+    cumulative,
+    differentiate,
+    inputs,
+    random,
+    windows,
+)
 
 from tilewise import native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
 from tilewise.ops.nsa import cpu, cpu_tiles, reference
@@ -14,11 +27,16 @@ CHOICE = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_coun
 
 def test_packed_is_each_sequence_alone():
     tensors, options = case("packed-learned")
-    o, chosen = native_sparse_attention(**tensors, **options | {"block_indices": None}, return_indices=True, backend="cpu")
+    o, chosen = native_sparse_attention(
+        **tensors, **options | {"block_indices": None}, return_indices=True, backend="cpu"
+    )
     starts, window_starts = cumulative(LENGTHS).tolist(), cumulative(map(windows, LENGTHS)).tolist()
     for b, length in enumerate(LENGTHS):
         rows, of_windows = slice(starts[b], starts[b] + length), slice(window_starts[b], window_starts[b + 1])
-        alone = {name: x[None, of_windows if name.endswith("_cmp") and name != "g_cmp" else rows] for name, x in tensors.items()}
+        alone = {
+            name: x[None, of_windows if name.endswith("_cmp") and name != "g_cmp" else rows]
+            for name, x in tensors.items()
+        }
         expected_o, expected_chosen = native_sparse_attention(**alone, **SMALL, return_indices=True, backend="cpu")
         torch.testing.assert_close(o[rows], expected_o[0], rtol=1e-5, atol=1e-6)
         assert torch.equal(chosen[rows], expected_chosen[0])
@@ -27,7 +45,9 @@ def test_packed_is_each_sequence_alone():
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0]])
 def test_packed_without_tokens(offsets):
     tensors = {name: x[:0] for name, x in inputs(packed=True, learned=True).items()}
-    o, chosen = native_sparse_attention(**tensors, **SMALL, cu_seqlens=torch.tensor(offsets), return_indices=True, backend="cpu")
+    o, chosen = native_sparse_attention(
+        **tensors, **SMALL, cu_seqlens=torch.tensor(offsets), return_indices=True, backend="cpu"
+    )
     assert o.shape == (0, 4, 12)
     assert chosen.shape == (0, 2, 4)
 
@@ -47,7 +67,9 @@ def test_chunks_do_not_matter(name, chunk, monkeypatch):
     expected = run()
     monkeypatch.setattr(cpu_tiles, "CHUNK", chunk)
     assert_close(run(), expected, tolerance=1e-5)
-    _, chosen = native_sparse_attention(**tensors, **options | {"block_indices": None}, return_indices=True, backend="cpu")
+    _, chosen = native_sparse_attention(
+        **tensors, **options | {"block_indices": None}, return_indices=True, backend="cpu"
+    )
     assert torch.equal(chosen, options["block_indices"])
 
 
@@ -55,7 +77,9 @@ def test_repeatable():
     tensors, options = case("plain")
     attended, named = attend_inputs(4)
     for function, given, more in ((native_sparse_attention, tensors, options), (native_sparse_attend, attended, named)):
-        first, second = (differentiate(lambda f=function, m=more, **x: f(**x, **m, backend="cpu"), given) for _ in range(2))
+        first, second = (
+            differentiate(lambda f=function, m=more, **x: f(**x, **m, backend="cpu"), given) for _ in range(2)
+        )
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -64,7 +88,11 @@ def test_strides_do_not_matter():
     expected = differentiate(lambda **x: native_sparse_attention(**x, **options, backend="cpu"), tensors)
     strided = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in tensors.items()}
     options["block_indices"] = options["block_indices"].transpose(1, 2).contiguous().transpose(1, 2)
-    assert_close(differentiate(lambda **x: native_sparse_attention(**x, **options, backend="cpu"), strided), expected, tolerance=1e-6)
+    assert_close(
+        differentiate(lambda **x: native_sparse_attention(**x, **options, backend="cpu"), strided),
+        expected,
+        tolerance=1e-6,
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -88,7 +116,9 @@ def test_means_and_their_gradient(packed):
         along = incoming
     torch.testing.assert_close(means.double(), truth, rtol=1e-5, atol=1e-6)
     (expected,) = torch.autograd.grad(truth, leaf, along.double())
-    torch.testing.assert_close(cpu.compress_backward(incoming, x.shape[-3], cu_seqlens, room, 8, 4).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        cpu.compress_backward(incoming, x.shape[-3], cu_seqlens, room, 8, 4).double(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_indices_that_nobody_checked_are_skipped():
@@ -97,7 +127,9 @@ def test_indices_that_nobody_checked_are_skipped():
     chosen = torch.tensor([0, 3, -1, 7, 9]).expand(2, 77, 2, 5)
     wild = torch.tensor([0, 3, -(2**40), 7, 9, 10, 2**40, 2**32]).expand(2, 77, 2, 8)
     for actual, expected in zip(
-        cpu.selected_forward(q, k, v, wild, None, 8, 0.25), cpu.selected_forward(q, k, v, chosen, None, 8, 0.25), strict=True
+        cpu.selected_forward(q, k, v, wild, None, 8, 0.25),
+        cpu.selected_forward(q, k, v, chosen, None, 8, 0.25),
+        strict=True,
     ):
         assert torch.equal(actual, expected)
 

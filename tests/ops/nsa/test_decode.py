@@ -1,4 +1,6 @@
-"""Decoding gives what native sparse attention gives on the whole sequence: outputs and choices, however the sequence is split into steps."""
+"""Decoding gives what native sparse attention gives on the whole sequence: outputs and choices, however the sequence is
+split into steps.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ SIZES = {
     "long-windows": SMALL | {"compress_size": 16, "compress_stride": 2, "block_size": 4, "block_count": 7},
     "nothing-forced": SMALL | {"init_blocks": 0, "local_blocks": 0, "block_count": 2},
     "one-key-window": SMALL | {"window_size": 1, "compress_stride": 8},
-    "larger-than-the-sequence": SMALL | {"compress_size": 128, "compress_stride": 64, "block_size": 64, "window_size": 512, "block_count": 16},
+    "larger-than-the-sequence": SMALL
+    | {"compress_size": 128, "compress_stride": 64, "block_size": 64, "window_size": 512, "block_count": 16},
 }
 BATCH, TOKENS, KV_HEADS, HEADS, D, DV = 2, 61, 2, 6, 8, 5
 
@@ -29,8 +32,18 @@ BATCH, TOKENS, KV_HEADS, HEADS, D, DV = 2, 61, 2, 6, 8, 5
 def draw(tokens=TOKENS, *, dtype=torch.float64, device="cpu", batch=BATCH, seed=0):
     """q, k, v and three gates of whole sequences."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"q": (HEADS, D), "k": (KV_HEADS, D), "v": (KV_HEADS, DV), "g_cmp": (HEADS,), "g_slc": (HEADS,), "g_swa": (HEADS,)}
-    return {name: torch.randn(batch, tokens, *shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
+    shapes = {
+        "q": (HEADS, D),
+        "k": (KV_HEADS, D),
+        "v": (KV_HEADS, DV),
+        "g_cmp": (HEADS,),
+        "g_slc": (HEADS,),
+        "g_swa": (HEADS,),
+    }
+    return {
+        name: torch.randn(batch, tokens, *shape, generator=generator).to(device, dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def cut(tensors, tokens):
@@ -68,12 +81,19 @@ def test_equals_the_whole_sequence(sizes, steps):
     assert torch.equal(indices, choices)
 
 
-@pytest.mark.parametrize("left_out", [("g_cmp",), ("g_slc",), ("g_swa",), ("g_cmp", "g_swa"), ("g_slc", "g_swa"), ("g_cmp", "g_slc")], ids="-".join)
+@pytest.mark.parametrize(
+    "left_out",
+    [("g_cmp",), ("g_slc",), ("g_swa",), ("g_cmp", "g_swa"), ("g_slc", "g_swa"), ("g_cmp", "g_slc")],
+    ids="-".join,
+)
 def test_a_gate_of_none_leaves_its_branch_out(left_out):
     tensors = draw() | dict.fromkeys(left_out)
     expected, _ = reference.native_sparse_attention(**tensors, **SMALL)
     cache = make_cache()
-    o = torch.cat([nsa_decode_step(**cut(tensors, slice(t, t + 1)), cache=cache, backend="reference") for t in range(TOKENS)], dim=1)
+    o = torch.cat(
+        [nsa_decode_step(**cut(tensors, slice(t, t + 1)), cache=cache, backend="reference") for t in range(TOKENS)],
+        dim=1,
+    )
     torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -88,13 +108,19 @@ def test_scale(scale):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [None, "reference", "triton"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
+)
 def test_dtypes_and_backends(dtype, tolerance, backend, device):
-    """The choices are held fixed by block_indices, for in 16 bits the compressed keys are rounded and near scores may swap."""
+    """The choices are held fixed by block_indices, for in 16 bits the compressed keys are rounded and near scores may
+    swap.
+    """
     tensors = draw(dtype=dtype, device=device)
     o, indices = decode_in([40] + [1] * 21, tensors, make_cache(dtype=dtype, device=device), backend=backend)
     means = {f"{name}_cmp": reference.compress_mean(tensors[name], 8, 4) for name in "kv"}
-    expected, _ = reference.native_sparse_attention(**{name: x.double() for name, x in (tensors | means).items()}, **SMALL, block_indices=indices)
+    expected, _ = reference.native_sparse_attention(
+        **{name: x.double() for name, x in (tensors | means).items()}, **SMALL, block_indices=indices
+    )
     assert o.dtype == dtype
     error = (o.double() - expected).norm() / expected.norm()
     assert error < tolerance, error
@@ -117,7 +143,12 @@ def test_ties_go_to_the_lower_index():
         taken = indices[0, t, 0][indices[0, t, 0] >= 0].tolist()
         free = [j for j in taken if scores[0, t, 0, j].isfinite()]
         left = [j for j in range(t // 8 + 1) if j not in taken]
-        assert not [(i, j) for i in left for j in free if i < j and torch.isclose(scores[0, t, 0, i], scores[0, t, 0, j], rtol=1e-9)]
+        assert not [
+            (i, j)
+            for i in left
+            for j in free
+            if i < j and torch.isclose(scores[0, t, 0, i], scores[0, t, 0, j], rtol=1e-9)
+        ]
     assert (indices >= 0).sum() == (choices >= 0).sum()
 
 
@@ -130,7 +161,10 @@ def test_sequences_of_different_lengths(place):
     tensors, counts = draw(batch=4), torch.tensor(LENGTHS)
     expected, choices = reference.native_sparse_attention(**tensors, **SMALL)
     real = torch.arange(44) < counts[:, None]
-    prompt = {name: x.masked_fill(~real.view(4, 44, *[1] * (x.dim() - 2)), torch.nan) for name, x in cut(tensors, slice(0, 44)).items()}
+    prompt = {
+        name: x.masked_fill(~real.view(4, 44, *[1] * (x.dim() - 2)), torch.nan)
+        for name, x in cut(tensors, slice(0, 44)).items()
+    }
     cache = make_cache(batch=4)
     if place == "step":
         o, indices = nsa_decode_step(**prompt, cache=cache, counts=counts, return_indices=True, backend="reference")
@@ -232,7 +266,9 @@ def test_reset_makes_room_for_another_sequence():
     assert cache.lengths.tolist() == [0, TOKENS]
     counts = torch.tensor([1, 0])
     for t in range(20):
-        o, indices = nsa_decode_step(**cut(second, slice(t, t + 1)), cache=cache, counts=counts, return_indices=True, backend="reference")
+        o, indices = nsa_decode_step(
+            **cut(second, slice(t, t + 1)), cache=cache, counts=counts, return_indices=True, backend="reference"
+        )
         torch.testing.assert_close(o[0], expected[0, t : t + 1], rtol=1e-10, atol=1e-12)
         assert torch.equal(indices[0], choices[0, t : t + 1])
     cache.reset()
@@ -330,7 +366,9 @@ def test_the_host_waits_for_nothing(counts):
 @pytest.mark.gpu
 @needs_gpu
 def test_counts_on_the_gpu():
-    """The host knows only a bound: outputs are the same, unchecked counts stay in bounds, and a full cache is still noticed."""
+    """The host knows only a bound: outputs are the same, unchecked counts stay in bounds, and a full cache is still
+    noticed.
+    """
     tensors = draw(device="cuda")
     expected, choices = reference.native_sparse_attention(**tensors, **SMALL)
     cache = make_cache(device="cuda")
@@ -346,5 +384,7 @@ def test_counts_on_the_gpu():
     with pytest.raises(ValueError, match="sequence 0 has 61 tokens and 1 come: max_len is 61"):
         nsa_decode_step(**new, cache=cache, counts=ones, backend="reference")
     other = make_cache(device="cuda")
-    nsa_decode_step(**cut(tensors, slice(0, 20)), cache=other, counts=torch.tensor([-5, 2**40], device="cuda"), backend="reference")
+    nsa_decode_step(
+        **cut(tensors, slice(0, 20)), cache=other, counts=torch.tensor([-5, 2**40], device="cuda"), backend="reference"
+    )
     assert other.lengths.tolist() == [0, 20]

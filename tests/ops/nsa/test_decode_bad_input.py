@@ -20,7 +20,9 @@ TOKENS = 61
 def draw():
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (6, 8), "k": (2, 8), "v": (2, 5), "g_cmp": (6,), "g_slc": (6,), "g_swa": (6,)}
-    return {name: torch.randn(2, TOKENS, *shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(2, TOKENS, *shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }
 
 
 def cut(tensors, tokens):
@@ -38,34 +40,90 @@ def bad(**changes):
 BAD = {
     "no-gates": (bad(g_cmp=None, g_slc=None, g_swa=None), ValueError, "g_cmp, g_slc and g_swa are all None"),
     "no-choice": (bad(g_slc=None, return_indices=True), ValueError, "return_indices is set and g_slc is None"),
-    "gate-shape": (bad(g_swa=torch.ones(2, 3, 5)), ValueError, r"g_swa has shape \[2, 3, 5\]: expected \[B, n, Hq\], here \[2, 3, 6\]"),
+    "gate-shape": (
+        bad(g_swa=torch.ones(2, 3, 5)),
+        ValueError,
+        r"g_swa has shape \[2, 3, 5\]: expected \[B, n, Hq\], here \[2, 3, 6\]",
+    ),
     "gate-dtype": (bad(g_swa=torch.ones(2, 3, 6).half()), TypeError, "g_swa is torch.float16 and q is torch.float64"),
     "gate-list": (bad(g_cmp=[1.0]), TypeError, "g_cmp is a list"),
     "cache": (bad(cache={}), TypeError, "cache is a dict: expected an NSACache"),
     "q-list": (bad(q=[1.0]), TypeError, "q is a list"),
-    "q-batch": (bad(q=torch.ones(3, 3, 6, 8).double()), ValueError, r"q has shape \[3, 3, 6, 8\]: the cache expects \[2, n, Hq, 8\]"),
-    "q-channels": (bad(q=torch.ones(2, 3, 6, 7).double()), ValueError, r"q has shape \[2, 3, 6, 7\]: the cache expects \[2, n, Hq, 8\]"),
-    "q-heads": (bad(q=torch.ones(2, 3, 5, 8).double()), ValueError, "q has 5 heads and the cache has 2: q's heads must be a multiple"),
+    "q-batch": (
+        bad(q=torch.ones(3, 3, 6, 8).double()),
+        ValueError,
+        r"q has shape \[3, 3, 6, 8\]: the cache expects \[2, n, Hq, 8\]",
+    ),
+    "q-channels": (
+        bad(q=torch.ones(2, 3, 6, 7).double()),
+        ValueError,
+        r"q has shape \[2, 3, 6, 7\]: the cache expects \[2, n, Hq, 8\]",
+    ),
+    "q-heads": (
+        bad(q=torch.ones(2, 3, 5, 8).double()),
+        ValueError,
+        "q has 5 heads and the cache has 2: q's heads must be a multiple",
+    ),
     "q-tokens": (bad(q=torch.ones(2, 4, 6, 8).double()), ValueError, "q has 4 new tokens and k has 3"),
-    "q-dtype": (bad(q=torch.ones(2, 3, 6, 8)), TypeError, "q is torch.float32 and the cache holds torch.float64: .*dtype=torch.float32"),
-    "q-device": (bad(q=torch.ones(2, 3, 6, 8, device="meta").double()), ValueError, "q is on meta and the cache is on cpu"),
+    "q-dtype": (
+        bad(q=torch.ones(2, 3, 6, 8)),
+        TypeError,
+        "q is torch.float32 and the cache holds torch.float64: .*dtype=torch.float32",
+    ),
+    "q-device": (
+        bad(q=torch.ones(2, 3, 6, 8, device="meta").double()),
+        ValueError,
+        "q is on meta and the cache is on cpu",
+    ),
     "k-list": (bad(k=[1.0]), TypeError, "k is a list"),
-    "k-heads": (bad(k=torch.ones(2, 3, 3, 8).double()), ValueError, r"k has shape \[2, 3, 3, 8\]: the cache expects \[2, n, 2, 8\]"),
-    "k-rank": (bad(k=torch.ones(3, 2, 8).double()), ValueError, r"k has shape \[3, 2, 8\]: the cache expects \[2, n, 2, 8\]"),
+    "k-heads": (
+        bad(k=torch.ones(2, 3, 3, 8).double()),
+        ValueError,
+        r"k has shape \[2, 3, 3, 8\]: the cache expects \[2, n, 2, 8\]",
+    ),
+    "k-rank": (
+        bad(k=torch.ones(3, 2, 8).double()),
+        ValueError,
+        r"k has shape \[3, 2, 8\]: the cache expects \[2, n, 2, 8\]",
+    ),
     "k-dtype": (bad(k=torch.ones(2, 3, 2, 8)), TypeError, "k is torch.float32 and the cache holds torch.float64"),
-    "v-channels": (bad(v=torch.ones(2, 3, 2, 8).double()), ValueError, r"v has shape \[2, 3, 2, 8\]: the cache expects \[2, n, 2, 5\]"),
+    "v-channels": (
+        bad(v=torch.ones(2, 3, 2, 8).double()),
+        ValueError,
+        r"v has shape \[2, 3, 2, 8\]: the cache expects \[2, n, 2, 5\]",
+    ),
     "v-tokens": (bad(v=torch.ones(2, 2, 2, 5).double()), ValueError, "k has 3 new tokens and v has 2"),
-    "v-device": (bad(v=torch.ones(2, 3, 2, 5, device="meta").double()), ValueError, "v is on meta and the cache is on cpu"),
+    "v-device": (
+        bad(v=torch.ones(2, 3, 2, 5, device="meta").double()),
+        ValueError,
+        "v is on meta and the cache is on cpu",
+    ),
     "scale": (bad(scale=float("nan")), ValueError, "scale is nan: expected a finite number"),
     "backend": (bad(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
     "fp64": (bad(backend="cpu"), TypeError, "q is torch.float64: backend 'cpu' takes"),
     "counts-list": (bad(counts=[1, 2]), TypeError, r"counts is a list: expected an int32 or int64 torch.Tensor \[2\]"),
     "counts-float": (bad(counts=torch.ones(2)), TypeError, "counts is torch.float32: expected int32 or int64"),
-    "counts-shape": (bad(counts=torch.ones(3, dtype=torch.int64)), ValueError, r"counts has shape \[3\]: expected \[2\]"),
-    "counts-device": (bad(counts=torch.ones(2, dtype=torch.int64, device="meta")), ValueError, "counts is on meta and the cache is on cpu"),
-    "counts-many": (bad(counts=torch.tensor([3, 4])), ValueError, r"counts is \[3, 4\]: each must be from 0 to the 3 new tokens"),
+    "counts-shape": (
+        bad(counts=torch.ones(3, dtype=torch.int64)),
+        ValueError,
+        r"counts has shape \[3\]: expected \[2\]",
+    ),
+    "counts-device": (
+        bad(counts=torch.ones(2, dtype=torch.int64, device="meta")),
+        ValueError,
+        "counts is on meta and the cache is on cpu",
+    ),
+    "counts-many": (
+        bad(counts=torch.tensor([3, 4])),
+        ValueError,
+        r"counts is \[3, 4\]: each must be from 0 to the 3 new tokens",
+    ),
     "counts-negative": (bad(counts=torch.tensor([-1, 1])), ValueError, r"counts is \[-1, 1\]"),
-    "full": (cut(draw(), slice(0, 20)), ValueError, "sequence 0 has 50 tokens and 20 come: max_len is 61; make a longer cache, or reset it"),
+    "full": (
+        cut(draw(), slice(0, 20)),
+        ValueError,
+        "sequence 0 has 50 tokens and 20 come: max_len is 61; make a longer cache, or reset it",
+    ),
     "compress": (bad(), ValueError, r"compress returned v_cmp of shape \[2, 1, 2, 8\]: expected \[2, 1, 2, 5\]"),
 }
 
@@ -95,7 +153,11 @@ BAD_CACHES = {
     "channels": ({"D": 300}, ValueError, "D is 300: expected 1 to 256 channels"),
     "values": ({"Dv": 0}, ValueError, "Dv is 0"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype is torch.int32: expected float16, bfloat16 or float32"),
-    "stride": ({"compress_stride": 3}, ValueError, "compress_size is 8 and compress_stride is 3: compress_size must be a multiple"),
+    "stride": (
+        {"compress_stride": 3},
+        ValueError,
+        "compress_size is 8 and compress_stride is 3: compress_size must be a multiple",
+    ),
     "block": ({"block_size": 6}, ValueError, "block_size is 6 and compress_stride is 4: block_size must be a multiple"),
     "forced": ({"init_blocks": 3}, ValueError, "init_blocks is 3, local_blocks is 2 and block_count is 4"),
     "window": ({"window_size": 0}, ValueError, "window_size is 0: expected a whole number of at least 1"),

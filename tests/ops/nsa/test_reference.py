@@ -49,7 +49,9 @@ def random(*shape, seed=0):
 
 def inputs(tokens=19, heads=4, kv_heads=2, channels=3, values=5, batch=2):
     """q, k, v and the gates by name."""
-    shapes = {"q": (heads, channels), "k": (kv_heads, channels), "v": (kv_heads, values)} | dict.fromkeys(GATES, (heads,))
+    shapes = {"q": (heads, channels), "k": (kv_heads, channels), "v": (kv_heads, values)} | dict.fromkeys(
+        GATES, (heads,)
+    )
     return {name: random(batch, tokens, *rest, seed=seed) for seed, (name, rest) in enumerate(shapes.items())}
 
 
@@ -72,7 +74,9 @@ def softmax(weights):
 
 
 def attended(q, keys, values, scale, seen, channels):
-    """One query: q [D], keys and values as lists of rows, and which of them it sees, each as often as it is named -> o [Dv], lse."""
+    """One query: q [D], keys and values as lists of rows, and which of them it sees, each as often as it is named -> o
+    [Dv], lse.
+    """
     scored = [(scale * sum(a * b for a, b in zip(q, keys[j], strict=True)), values[j]) for j in seen]
     weighted, lse = softmax(scored)
     return [sum(p * value[d] for p, value in weighted) for d in range(channels)], lse
@@ -96,7 +100,11 @@ class BruteForce:
     def means(self, x, size, stride):
         windows = range(window_count(self.tokens, size, stride))
         return [
-            [[sum(x[c * stride + i][h][d] for i in range(size)) / size for d in range(len(x[0][0]))] for h in range(self.kv_heads)] for c in windows
+            [
+                [sum(x[c * stride + i][h][d] for i in range(size)) / size for d in range(len(x[0][0]))]
+                for h in range(self.kv_heads)
+            ]
+            for c in windows
         ]
 
     def visible(self, t, size, stride):
@@ -108,7 +116,9 @@ class BruteForce:
         scores = [0.0] * (t // block_size + 1)
         for h in range(g * group, (g + 1) * group):
             seen = self.visible(t, size, stride)
-            weighted, _ = softmax([(self.scale * sum(a * b for a, b in zip(self.q[t][h], k_cmp[c][g], strict=True)), c) for c in seen])
+            weighted, _ = softmax(
+                [(self.scale * sum(a * b for a, b in zip(self.q[t][h], k_cmp[c][g], strict=True)), c) for c in seen]
+            )
             for p, c in weighted:
                 # A token at a time: it adds p / stride to the block it lies in.
                 for token in range(c * stride, c * stride + size):
@@ -190,7 +200,9 @@ def test_choice_scores(options):
 
 
 def given_indices(tokens=19, selected=4, block_size=4, seed=0):
-    """[2, T, 2, S] from -2 to past the last block: repeated, negative, out of order, later than the query, beyond the sequence."""
+    """[2, T, 2, S] from -2 to past the last block: repeated, negative, out of order, later than the query, beyond the
+    sequence.
+    """
     most = -(-tokens // block_size) + 2
     return torch.randint(-2, most, (2, tokens, 2, selected), generator=torch.Generator().manual_seed(seed))
 
@@ -235,7 +247,9 @@ def test_attend_brute_force(per_query_head, block_size, own, scaled):
     tensors = attend_inputs(per_query_head=per_query_head, block_size=block_size)
     if not scaled:
         tensors["sel_scale"] = None
-    (o, o_win), (lse, lse_win) = native_sparse_attend(**tensors, block_size=block_size, include_block_causal=own, return_sliding_window_out=True)
+    (o, o_win), (lse, lse_win) = native_sparse_attend(
+        **tensors, block_size=block_size, include_block_causal=own, return_sliding_window_out=True
+    )
     alone = native_sparse_attend(**tensors, block_size=block_size, include_block_causal=own)
     assert torch.equal(alone[0], o)
     assert torch.equal(alone[1], lse)
@@ -277,7 +291,9 @@ def test_attend_ignores_an_index_that_names_no_block(index):
 
 
 def check_gradients(function, tensors):
-    """Every output, where it is finite, along every input, against numerical derivatives, in random directions: it is quick, and misses nothing."""
+    """Every output, where it is finite, along every input, against numerical derivatives, in random directions: it is
+    quick, and misses nothing.
+    """
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
 
     def finite(*values):
@@ -308,7 +324,10 @@ def test_gradcheck_compressed(scale, ends):
     tensors, layout = laid_out({name: x for name, x in inputs(**SMALL).items() if name in ("q", "k", "v")}, ends)
     k_cmp, v_cmp = (compress_mean(tensors.pop(name), 2, 1, **layout) for name in "kv")
     assert k_cmp.shape[-3] == (6 if ends is None else 5)
-    check_gradients(lambda **x: compressed_attention(**x, **windows, **layout, scale=scale), {**tensors, "k_cmp": k_cmp, "v_cmp": v_cmp})
+    check_gradients(
+        lambda **x: compressed_attention(**x, **windows, **layout, scale=scale),
+        {**tensors, "k_cmp": k_cmp, "v_cmp": v_cmp},
+    )
 
 
 @LAYOUTS
@@ -319,14 +338,24 @@ def test_gradcheck_selected(scale, ends):
     indices[:, 4] = -1
     tensors, layout = laid_out(tensors, ends)
     indices = indices if ends is None else indices[0]
-    check_gradients(lambda **x: selected_attention(**x, block_indices=indices, block_size=2, scale=scale, **layout), tensors)
+    check_gradients(
+        lambda **x: selected_attention(**x, block_indices=indices, block_size=2, scale=scale, **layout), tensors
+    )
 
 
 @LAYOUTS
 @pytest.mark.parametrize("learned", [False, True], ids=["means", "learned"])
 @pytest.mark.parametrize("without", [(), ("g_cmp",), ("g_slc",), ("g_swa",)], ids=str)
 def test_gradcheck_attention(without, learned, ends):
-    sizes = {"compress_size": 2, "compress_stride": 1, "block_size": 2, "block_count": 2, "init_blocks": 0, "local_blocks": 1, "window_size": 2}
+    sizes = {
+        "compress_size": 2,
+        "compress_stride": 1,
+        "block_size": 2,
+        "block_count": 2,
+        "init_blocks": 0,
+        "local_blocks": 1,
+        "window_size": 2,
+    }
     tensors, layout = laid_out({name: x for name, x in inputs(**SMALL).items() if name not in without}, ends)
     if learned:
         tensors |= {f"{name}_cmp": compress_mean(tensors[name], 2, 1, **layout) + 1 for name in "kv"}
@@ -339,7 +368,10 @@ def test_gradcheck_attention(without, learned, ends):
 @pytest.mark.parametrize("own", [True, False], ids=["own", "selected-only"])
 @pytest.mark.parametrize(("per_query_head", "block_size"), [(False, 2), (True, 3), (False, 8)])
 def test_gradcheck_attend(per_query_head, block_size, own):
-    tensors = {name: x[:1] for name, x in attend_inputs(tokens=5, selected=2, per_query_head=per_query_head, block_size=block_size).items()}
+    tensors = {
+        name: x[:1]
+        for name, x in attend_inputs(tokens=5, selected=2, per_query_head=per_query_head, block_size=block_size).items()
+    }
     assert (tensors["sel_scale"] < 0).any()
     assert (tensors["sel_scale"] == 0).any()
     given = {name: tensors.pop(name) for name in ("selected_block_indices", "fmask")}
@@ -347,7 +379,9 @@ def test_gradcheck_attend(per_query_head, block_size, own):
         given["fmask"][:, :, 2] = False
 
     def flat(**x):
-        o, lse = native_sparse_attend(**x, **given, block_size=block_size, include_block_causal=own, return_sliding_window_out=True)
+        o, lse = native_sparse_attend(
+            **x, **given, block_size=block_size, include_block_causal=own, return_sliding_window_out=True
+        )
         return (*o, *lse)
 
     check_gradients(flat, tensors)

@@ -1,4 +1,6 @@
-"""The reference where brute force does not look: packed batches, NaN that nobody sees, ties, precision, nothing at all."""
+"""The reference where brute force does not look: packed batches, NaN that nobody sees, ties, precision,
+nothing at all.
+"""
 
 import itertools
 
@@ -25,8 +27,13 @@ ENDS = [0, 0, 9, 11, 11, 24]
 
 def inputs(tokens=24, heads=4, kv_heads=2, channels=3, values=5, batch=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"q": (heads, channels), "k": (kv_heads, channels), "v": (kv_heads, values)} | dict.fromkeys(GATES, (heads,))
-    return {name: torch.randn(batch, tokens, *rest, generator=generator, dtype=torch.float64) for name, rest in shapes.items()}
+    shapes = {"q": (heads, channels), "k": (kv_heads, channels), "v": (kv_heads, values)} | dict.fromkeys(
+        GATES, (heads,)
+    )
+    return {
+        name: torch.randn(batch, tokens, *rest, generator=generator, dtype=torch.float64)
+        for name, rest in shapes.items()
+    }
 
 
 def attend_inputs(tokens=24, block_size=4, selected=3):
@@ -43,7 +50,10 @@ def attend_inputs(tokens=24, block_size=4, selected=3):
 
 
 def differentiable(tensors):
-    return {name: x.clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in tensors.items()}
+    return {
+        name: x.clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
 
 
 def test_packed_is_each_sequence_alone():
@@ -68,8 +78,18 @@ def test_packed_is_each_sequence_alone():
         alone_scores = choice_scores(alone["q"], alone_k, **SCORES)
         alone_slc = selected_attention(alone["q"], alone["k"], alone["v"], alone_indices, block_size=4)
         alone_cmp = compressed_attention(alone["q"], alone_k, alone_v, **WINDOWS)
-        pairs = [(k_cmp[of_windows], alone_k), (v_cmp[of_windows], alone_v), (o[rows], alone_o), (indices[rows], alone_indices)]
-        pairs += [(o_cmp[rows], alone_cmp[0]), (lse_cmp[:, rows], alone_cmp[1]), (o_slc[rows], alone_slc[0]), (lse_slc[:, rows], alone_slc[1])]
+        pairs = [
+            (k_cmp[of_windows], alone_k),
+            (v_cmp[of_windows], alone_v),
+            (o[rows], alone_o),
+            (indices[rows], alone_indices),
+        ]
+        pairs += [
+            (o_cmp[rows], alone_cmp[0]),
+            (lse_cmp[:, rows], alone_cmp[1]),
+            (o_slc[rows], alone_slc[0]),
+            (lse_slc[:, rows], alone_slc[1]),
+        ]
         pairs += [(scores[rows, :, : alone_scores.shape[-1]], alone_scores)]
         assert all(torch.equal(actual, expected[0]) for actual, expected in pairs)
         assert (scores[rows, :, alone_scores.shape[-1] :] == -torch.inf).all()
@@ -94,7 +114,9 @@ def test_the_choice_passes_no_gradient():
     assert not choice_scores(tensors["q"], k_cmp, **SCORES).requires_grad
     # With the selected branch alone, windows serve the choice only.
     learned = k_cmp.detach().requires_grad_()
-    o, _ = native_sparse_attention(**{**tensors, "g_cmp": None, "g_swa": None}, k_cmp=learned, v_cmp=compress_mean(tensors["v"], 4, 2), **SIZES)
+    o, _ = native_sparse_attention(
+        **{**tensors, "g_cmp": None, "g_swa": None}, k_cmp=learned, v_cmp=compress_mean(tensors["v"], 4, 2), **SIZES
+    )
     assert torch.autograd.grad(o.sum(), learned, allow_unused=True) == (None,)
 
 
@@ -158,8 +180,10 @@ def test_forced_blocks_are_chosen_whatever_the_windows_hold():
 
 
 def equal_but_for(clean, broken, function, seen, touched):
-    """Results and gradients of both runs agree, except for NaN in results that see some (`seen`: a mask by name of the result), and except for
-    gradients of what such a result sees too (`touched`: by name of the input, none where it is not named)."""
+    """Results and gradients of both runs agree, except for NaN in results that see some (`seen`: a mask by name of the
+    result), and except for gradients of what such a result sees too (`touched`: by name of the input, none where it is
+    not named).
+    """
     results = []
     for tensors in (clean, broken):
         leaves = differentiable(tensors)
@@ -195,7 +219,9 @@ def test_nan_in_blocks_that_are_not_selected():
 
 
 def test_nan_reaches_what_sees_it_and_nothing_else():
-    """Token 10, NaN in k and v: lies in windows 4 and 5 (tokens 8 to 13), in block 2, and in the last three keys of tokens 10 to 12."""
+    """Token 10, NaN in k and v: lies in windows 4 and 5 (tokens 8 to 13), in block 2, and in the last three keys of
+    tokens 10 to 12.
+    """
     clean = inputs()
     broken = {name: x.clone() for name, x in clean.items()}
     for name in "kv":
@@ -217,7 +243,9 @@ def test_nan_reaches_what_sees_it_and_nothing_else():
 
         rows, others = queries[:, None, None], keys[:, None, None]
         before, after = ({name: tensors[name] for name in ("q", "k", "v", gate)} for tensors in (clean, broken))
-        equal_but_for(before, after, function, {"o": rows}, {"q": rows, gate: queries[:, None], "k": others, "v": others})
+        equal_but_for(
+            before, after, function, {"o": rows}, {"q": rows, gate: queries[:, None], "k": others, "v": others}
+        )
 
 
 def test_nan_that_a_mask_leaves_out_of_attend():
@@ -233,7 +261,8 @@ def test_nan_that_a_mask_leaves_out_of_attend():
     token = torch.arange(24)
     own, near = (token >= 8) & (token < 12), (token >= 8) & (token < 16)
     seen = {"o": own[:, None], "o_win": near[:, None], "lse": own, "lse_win": near}
-    # Its queries see other keys too: what they choose lies before token 12, and the windows of the queries up to 15 reach no further.
+    # Its queries see other keys too: what they choose lies before token 12, and the windows of the queries up to 15
+    # reach no further.
     keys = token[:, None] < 16
     touched = {"fq": near[:, None], "fk": keys, "fv": keys, "sel_scale": own[:, None]}
 
@@ -253,12 +282,20 @@ def test_another_sequence_never_reaches_a_result(packed):
         clean, broken = ({name: x.flatten(0, 1) for name, x in tensors.items()} for tensors in (clean, broken))
         layout, rows = {"cu_seqlens": torch.tensor([0, 24, 48])}, (torch.arange(48) >= 24)[:, None, None]
     touched = {name: rows[..., 0] if name in GATES else rows for name in clean}
-    equal_but_for(clean, broken, lambda leaves: {"o": native_sparse_attention(**leaves, **SIZES, **layout)[0]}, {"o": rows}, touched)
+    equal_but_for(
+        clean,
+        broken,
+        lambda leaves: {"o": native_sparse_attention(**leaves, **SIZES, **layout)[0]},
+        {"o": rows},
+        touched,
+    )
 
 
 def test_rows_that_see_nothing_have_gradient_0():
     tensors = differentiable(inputs())
-    o, lse = compressed_attention(tensors["q"], compress_mean(tensors["k"], 4, 2), compress_mean(tensors["v"], 4, 2), **WINDOWS)
+    o, lse = compressed_attention(
+        tensors["q"], compress_mean(tensors["k"], 4, 2), compress_mean(tensors["v"], 4, 2), **WINDOWS
+    )
     assert (o[:, :3] == 0).all()
     assert (lse[:, :, :3] == -torch.inf).all()
     gradients = torch.autograd.grad([o[:, :3].sum(), lse[:, :, :3].sum()], [tensors[name] for name in "qkv"])
@@ -269,7 +306,12 @@ def test_rows_that_see_nothing_have_gradient_0():
 def test_no_tokens(ends):
     tensors, layout, lead, lse_shape = inputs(tokens=0), {}, (2, 0), (2, 4, 0)
     if ends is not None:
-        tensors, layout, lead, lse_shape = {name: x[0] for name, x in tensors.items()}, {"cu_seqlens": torch.tensor(ends)}, (0,), (4, 0)
+        tensors, layout, lead, lse_shape = (
+            {name: x[0] for name, x in tensors.items()},
+            {"cu_seqlens": torch.tensor(ends)},
+            (0,),
+            (4, 0),
+        )
     leaves = differentiable(tensors)
     o, indices = native_sparse_attention(**leaves, **SIZES, **layout)
     assert (o.shape, indices.shape) == ((*lead, 4, 5), (*lead, 2, 3))
@@ -282,7 +324,9 @@ def test_no_tokens(ends):
 
 
 def test_attend_over_nothing():
-    (o, o_win), (lse, lse_win) = native_sparse_attend(**attend_inputs(tokens=1, selected=0), return_sliding_window_out=True)
+    (o, o_win), (lse, lse_win) = native_sparse_attend(
+        **attend_inputs(tokens=1, selected=0), return_sliding_window_out=True
+    )
     assert torch.equal(o, o_win)
     assert torch.equal(lse, lse_win)
     tensors = attend_inputs()
@@ -306,7 +350,10 @@ def test_16_bits_are_computed_in_fp32():
     scores = choice_scores(tensors["q"], tensors["k_cmp"], **SCORES)
     assert (scores.dtype, tensors["k_cmp"].dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(scores, choice_scores(wide["q"], wide["k_cmp"], **SCORES))
-    attend = {name: x.to(torch.bfloat16) if torch.is_tensor(x) and x.is_floating_point() else x for name, x in attend_inputs().items()}
+    attend = {
+        name: x.to(torch.bfloat16) if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in attend_inputs().items()
+    }
     o, lse = native_sparse_attend(**attend)
     assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 

@@ -16,12 +16,17 @@ from tilewise.ops.nsa.sizes import Sizes
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["lists", "union"])
 def test_bad_offsets_never_lead_out_of_bounds(order, device):
-    """Offsets that decrease. Memory around q and k holds huge numbers, so that a read out of bounds shows; results may be anything else."""
+    """Offsets that decrease.
+
+    Memory around q and k holds huge numbers, so that a read out of bounds shows; results may be anything else.
+    """
     around = torch.full((768, 2, 16), 1e15, device=device)
     around[256:512] = torch.randn(256, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     q, k = around[256:512], around[256:512, :1]
     indices = torch.zeros(256, 1, 16, dtype=torch.int32, device=device)
-    inputs = selected.make_inputs(q, k, k, indices, torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device), 64, 0.25)
+    inputs = selected.make_inputs(
+        q, k, k, indices, torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device), 64, 0.25
+    )
     o, lse = selected.forward(inputs, order)
     results = o, lse, *selected.backward(inputs, o, lse, q, None, order)[:3]
     assert not any((x.isfinite() & (x.abs() > 1e6)).any() for x in results)
@@ -33,7 +38,8 @@ def test_nan_scores_leave_the_forced_blocks_in(device):
     q[:, 60] = torch.nan
     k_cmp = launch.compress(q, None, None, 8, 4)
     _, lse = launch.compressed_forward(q, k_cmp, k_cmp, None, None, 8, 4, 0.25)
-    # One key head a query head, and a NaN query of its own: its windows are NaN for later queries too, its own scores are all NaN.
+    # One key head a query head, and a NaN query of its own: its windows are NaN for later queries too, its own scores
+    # are all NaN.
     chosen = choose(q, k_cmp, lse, None, None, Sizes(8, 4, 8, 3, 1, 1), 0.25)
     assert (chosen[0, 60, :, 0] == 0).all()
     assert (chosen[0, 60] == 7).any(-1).all()
@@ -63,7 +69,10 @@ def test_an_index_that_is_no_block_does_not_become_one(device):
 @pytest.mark.gpu
 def test_no_slots_with_a_sel_scale(device):
     x = torch.randn(1, 20, 1, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    indices, sel_scale = torch.zeros(1, 20, 1, 0, dtype=torch.int32, device=device), torch.zeros(1, 20, 1, 0, device=device)
+    indices, sel_scale = (
+        torch.zeros(1, 20, 1, 0, dtype=torch.int32, device=device),
+        torch.zeros(1, 20, 1, 0, device=device),
+    )
     o, lse = launch.attend_forward(x, x, x, indices, sel_scale, True, 16, 0.25)
     *_, dsel = launch.attend_backward(x, x, x, indices, sel_scale, o, lse, o, None, True, 16, 0.25)
     assert dsel.shape == sel_scale.shape
@@ -91,12 +100,16 @@ from tilewise.ops._host.launching import capture
 from tilewise.ops.nsa import selected
 x = torch.empty(1, 256, 2, 1, dtype=torch.bfloat16, device="meta")
 with capture(90) as launches:
-    inputs = selected.make_inputs(x, x[:, :, :1], x[:, :, :1], torch.empty(1, 256, 1, 4, dtype=torch.int32, device="meta"), None, 16, 1.0)
+    indices = torch.empty(1, 256, 1, 4, dtype=torch.int32, device="meta")
+    inputs = selected.make_inputs(x, x[:, :, :1], x[:, :, :1], indices, None, 16, 1.0)
     o, lse = selected.forward(inputs)
     selected.backward(inputs, o, lse, o, None)
-print(json.dumps(sorted({compile_launch(item, 90).kernel.metadata.name for item in launches if "selected" in item.kernel.__name__})))
+chosen = [item for item in launches if "selected" in item.kernel.__name__]
+print(json.dumps(sorted({compile_launch(item, 90).kernel.metadata.name for item in chosen})))
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": ":".join(sys.path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": ":".join(sys.path)
+    }
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout.splitlines()[-1])) == 7

@@ -9,8 +9,12 @@ from tilewise.ops.nsa import configs, index, reference, selected
 def problem(device, tokens=70, heads=4, key_heads=2, slots=3, block=16, dtype=torch.float32, cu=None):
     generator = torch.Generator().manual_seed(0)
     shape = (tokens,) if cu is not None else (2, tokens)
-    q, k, v, do = (torch.randn(*shape, h, 16, generator=generator).to(device, dtype) for h in (heads, key_heads, key_heads, heads))
-    indices = torch.randint(-2, -(-tokens // block) + 1, (*shape, key_heads, slots), generator=generator).to(device, torch.int32)
+    q, k, v, do = (
+        torch.randn(*shape, h, 16, generator=generator).to(device, dtype) for h in (heads, key_heads, key_heads, heads)
+    )
+    indices = torch.randint(-2, -(-tokens // block) + 1, (*shape, key_heads, slots), generator=generator).to(
+        device, torch.int32
+    )
     return q, k, v, do, indices
 
 
@@ -34,7 +38,9 @@ def run(q, k, v, do, indices, block, order, cu=None):
 
 def assert_close(ours, truth):
     for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=2e-5, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            x.double(), y, rtol=1e-4, atol=2e-5, msg=lambda message, name=name: f"{name}: {message}"
+        )
 
 
 @pytest.mark.gpu
@@ -46,7 +52,9 @@ def test_both_orders_compute_the_same(order, device):
 
 @pytest.mark.gpu
 def test_chunks_of_tokens_change_nothing_but_the_order_of_sums(device, monkeypatch):
-    """Several chunks, several segments a list: sums go on where the last chunk left them, and further segments are added."""
+    """Several chunks, several segments a list: sums go on where the last chunk left them, and further segments are
+    added.
+    """
     case = problem(device, tokens=75, heads=2, key_heads=2)
     whole = run(*case, 16, "lists")
     monkeypatch.setattr(configs, "LIST_ENTRIES", 32)
@@ -70,7 +78,9 @@ def test_the_same_inputs_give_the_same_bits(order, device):
 
 @pytest.mark.gpu
 def test_a_block_cut_into_parts_and_a_group_cut_into_heads(device, monkeypatch):
-    """Where a tile of keys does not fit, or not all heads of a group do, the named blocks are rewritten: the result is the same."""
+    """Where a tile of keys does not fit, or not all heads of a group do, the named blocks are rewritten: the result is
+    the same.
+    """
     case = problem(device, tokens=61, heads=6, key_heads=1, slots=2, block=32)
     truth = expected(*case, 32)
     monkeypatch.setattr(configs, "KEY_TILE_BYTES", dict.fromkeys(configs.KEY_TILE_BYTES, 2 * 16 * 16 * 4))
@@ -85,7 +95,9 @@ def test_a_block_cut_into_parts_and_a_group_cut_into_heads(device, monkeypatch):
 @pytest.mark.gpu
 def test_lists_hold_each_entry_once_in_the_order_of_tokens(device):
     """The index against one made by hand, with repeats that count once and with those that count each time."""
-    indices = torch.tensor([[[1, 0, 1], [0, 0, -1], [2, 5, 0], [1, 2, 2], [0, 1, 2]]], dtype=torch.int32, device=device)[:, :, None, :]
+    indices = torch.tensor(
+        [[[1, 0, 1], [0, 0, -1], [2, 5, 0], [1, 2, 2], [0, 1, 2]]], dtype=torch.int32, device=device
+    )[:, :, None, :]
     for once in (True, False):
         named = index.Named(indices.contiguous(), None, 2, 0, once)
         (chunk,) = index.chunks(named, 1)
@@ -105,7 +117,9 @@ def test_lists_hold_each_entry_once_in_the_order_of_tokens(device):
 
 @pytest.mark.gpu
 def test_unions_name_each_block_once_from_the_last_down(device):
-    indices = torch.tensor([[[1, 0], [3, 1], [0, -1], [2, 2], [3, 9], [0, 0]]], dtype=torch.int32, device=device)[:, :, None, :]
+    indices = torch.tensor([[[1, 0], [3, 1], [0, -1], [2, 2], [3, 9], [0, 0]]], dtype=torch.int32, device=device)[
+        :, :, None, :
+    ]
     unions = index.make_unions(index.Named(indices.contiguous(), None, 2, 0, True), 4)
     sizes = unions.sizes.tolist()
     blocks = [unions.blocks[i, : sizes[i][0]].tolist() for i in range(2)]
@@ -119,7 +133,14 @@ def test_unions_name_each_block_once_from_the_last_down(device):
 
 @pytest.mark.parametrize(
     ("direction", "mean_union", "group", "query_order"),
-    [("fwd", 47, 16, True), ("fwd", 49, 16, False), ("fwd", 60, 4, True), ("fwd", 62, 4, False), ("dq", 31, 16, True), ("dq", 33, 4, False)],
+    [
+        ("fwd", 47, 16, True),
+        ("fwd", 49, 16, False),
+        ("fwd", 60, 4, True),
+        ("fwd", 62, 4, False),
+        ("dq", 31, 16, True),
+        ("dq", 33, 4, False),
+    ],
 )
 def test_the_rule_between_the_orders(direction, mean_union, group, query_order):
     assert configs.in_query_order(direction, mean_union * 100, 100, 16, group) is query_order
@@ -128,11 +149,15 @@ def test_the_rule_between_the_orders(direction, mean_union, group, query_order):
 
 @pytest.mark.gpu
 def test_the_device_chooses_the_order(device, monkeypatch):
-    """Both are launched; a rule that says the other one gives that one's bits, and nothing of it is known on the host."""
+    """Both are launched; a rule that says the other one gives that one's bits, and nothing of it is known
+    on the host.
+    """
     case = problem(device, tokens=60, dtype=torch.bfloat16)
     inputs = selected.make_inputs(*case[:3], case[4], None, 16, 0.25)
     for answer, order in ((True, "union"), (False, "lists")):
-        monkeypatch.setattr(configs, "in_query_order", lambda direction, union, *_, answer=answer: (union < torch.inf) == answer)
+        monkeypatch.setattr(
+            configs, "in_query_order", lambda direction, union, *_, answer=answer: (union < torch.inf) == answer
+        )
         assert torch.equal(selected.forward(inputs, "either")[0], selected.forward(inputs, order)[0])
 
 

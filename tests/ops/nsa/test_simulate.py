@@ -1,4 +1,6 @@
-"""The simulation is the algorithm: in fp64 it equals the reference, in 16 and 32 bits what the kernels store; its lists are the kernels' lists."""
+"""The simulation is the algorithm: in fp64 it equals the reference, in 16 and 32 bits what the kernels store; its lists
+are the kernels' lists.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def make(problem, dtype=torch.float64, key_heads=1):
     tokens, group, _, block, count, pattern, _ = PROBLEMS[problem]
     generator = torch.Generator().manual_seed(0)
     shapes = [(group, 16), (16,), (24,), (group, 24), (group,)]
-    q, k, v, do, dlse = (torch.randn(tokens, key_heads, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v, do, dlse = (
+        torch.randn(tokens, key_heads, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
     return q, k, v, do, dlse, block_pattern(pattern, (1, tokens, key_heads, count), block, generator)[0]
 
 
@@ -42,7 +46,10 @@ def forward(order, q, k, v, indices, tiling, scale):
     """All rows of one key head: o [T, G, Dv] and lse [T, G]."""
     tokens, group, _ = q.shape
     if order == "union":
-        tiles = [dict(simulate.forward_union(q, k, v, indices, i, tiling, scale)) for i in range(-(-tokens // tiling.tokens(group)))]
+        tiles = [
+            dict(simulate.forward_union(q, k, v, indices, i, tiling, scale))
+            for i in range(-(-tokens // tiling.tokens(group)))
+        ]
         o, lse = (torch.cat([tile[name] for tile in tiles]) for name in ("O_final", "LSE"))
     else:
         outputs, lses = simulate.partial_outputs(q, k, v, indices, tiling, scale)
@@ -59,7 +66,9 @@ def backward(order, q, k, v, o, lse, do, dlse, indices, tiling, scale):
     incoming = Incoming(do, lse_log2, delta)
     if order == "union":
         tiles = range(-(-tokens // tiling.tokens(group)))
-        dq = torch.cat([dict(simulate.backward_union(q, k, v, incoming, indices, i, tiling, scale))["dQ_final"] for i in tiles])
+        dq = torch.cat(
+            [dict(simulate.backward_union(q, k, v, incoming, indices, i, tiling, scale))["dQ_final"] for i in tiles]
+        )
     else:
         rows, present = simulate.partial_gradients(q, k, v, incoming, indices, tiling, scale).rows()
         dq = dict(simulate.sum_gradients(rows, present))["dQ_final"]
@@ -77,7 +86,9 @@ def backward(order, q, k, v, o, lse, do, dlse, indices, tiling, scale):
 def reference(problem, q, k, v, indices):
     """Of one key head."""
     tiling, scale = of_problem(problem)
-    o, lse = selected_attention(q[None], k[None, :, None], v[None, :, None], indices[None, :, None], block_size=tiling.block_size, scale=scale)
+    o, lse = selected_attention(
+        q[None], k[None, :, None], v[None, :, None], indices[None, :, None], block_size=tiling.block_size, scale=scale
+    )
     return o[0], lse[0].T
 
 
@@ -99,10 +110,15 @@ def test_both_orders_equal_the_reference_in_fp64(problem, order):
 
 
 def test_windows_are_keys_a_stride_apart():
-    q, k, v = (torch.randn(rows, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i, rows in enumerate((75, 16, 16)))
+    q, k, v = (
+        torch.randn(rows, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for i, rows in enumerate((75, 16, 16))
+    )
     options, tiling = compressed_options(75, 12, 4, 0.3), flash.Tiling(16, 16)
     tiles = [dict(flash.forward(q, k, v, i, tiling, options)) for i in range(0, 75, 16)]
-    o, lse = compressed_attention(q[None, :, None], k[None, :, None], v[None, :, None], compress_size=12, compress_stride=4, scale=0.3)
+    o, lse = compressed_attention(
+        q[None, :, None], k[None, :, None], v[None, :, None], compress_size=12, compress_stride=4, scale=0.3
+    )
     torch.testing.assert_close(torch.cat([tile["O_final"] for tile in tiles])[:75], o[0, :, 0], rtol=0, atol=1e-10)
     torch.testing.assert_close(torch.cat([tile["LSE"] for tile in tiles])[:75], lse[0, 0], rtol=0, atol=1e-10)
 
@@ -150,14 +166,20 @@ def test_the_index_kernels_make_the_same_lists_and_unions(problem, device):
 def test_the_kernels_store_what_the_simulation_makes(problem, order, dtype, device):
     q, k, v, do, dlse, indices = (x.to(device) for x in make(problem, dtype, KEY_HEADS))
     tiling, scale = of_problem(problem)
-    inputs = selected.make_inputs(q.flatten(1, 2)[None], k[None], v[None], indices[None], None, tiling.block_size, scale)
+    inputs = selected.make_inputs(
+        q.flatten(1, 2)[None], k[None], v[None], indices[None], None, tiling.block_size, scale
+    )
     o, lse = selected.forward(inputs, order)
     dlse = dlse.float().masked_fill(lse[0].T.unflatten(1, (KEY_HEADS, -1)).isinf(), 0.0)
     gradients = selected.backward(inputs, o, lse, do.flatten(1, 2)[None], dlse.flatten(1, 2).T[None], order)[:3]
     dq, dk, dv = (x[0] for x in gradients)
     # Where rounding falls the other way once, a 16-bit value moves by its last bit.
     close = {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 2**-6}
-    o, lse, dq = o[0].unflatten(1, (KEY_HEADS, -1)), lse[0].T.unflatten(1, (KEY_HEADS, -1)), dq.unflatten(1, (KEY_HEADS, -1))
+    o, lse, dq = (
+        o[0].unflatten(1, (KEY_HEADS, -1)),
+        lse[0].T.unflatten(1, (KEY_HEADS, -1)),
+        dq.unflatten(1, (KEY_HEADS, -1)),
+    )
     for head in range(KEY_HEADS):
         ours = forward(order, q[:, head], k[:, head], v[:, head], indices[:, head], tiling, scale)
         torch.testing.assert_close(o[:, head].float(), ours[0], **close)

@@ -5,7 +5,13 @@ import torch
 from battery import first_quick
 from torch import library
 
-from tilewise import compressed_attention, native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
+from tilewise import (
+    compressed_attention,
+    native_sparse_attend,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+)
 from tilewise.ops.nsa import api, attend, steps
 
 WINDOWS = {"compress_size": 8, "compress_stride": 4}
@@ -21,13 +27,18 @@ def place(request, device):
 
 
 def leaves(device, *, packed=False, dtype=torch.float32, tokens=21, learned=False):
-    """By name: q, k, v, the gates, and, where learned, k_cmp and v_cmp, of dense or packed sequences; few, for kernels may be interpreted."""
+    """By name: q, k, v, the gates, and, where learned, k_cmp and v_cmp, of dense or packed sequences; few, for kernels
+    may be interpreted.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = (tokens,) if packed else (1, tokens)
     windows = (3,) if packed else (1, (tokens - 8) // 4 + 1)
     shapes = {"q": (*rows, 2, 16), "k": (*rows, 1, 16), "v": (*rows, 1, 16)} | dict.fromkeys(GATES, (*rows, 2))
     shapes |= {"k_cmp": (*windows, 1, 16), "v_cmp": (*windows, 1, 16)} if learned else {}
-    return {name: torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_() for name, shape in shapes.items()}
+    return {
+        name: torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
 
 
 def offsets(device):
@@ -41,7 +52,10 @@ def detached(arguments):
 
 def native_arguments(backend, device, packed, learned, gates):
     given = leaves(device, packed=packed, learned=learned)
-    tensors = [given.get(name) if name not in GATES or name in gates else None for name in ("q", "k", "v", *GATES, "k_cmp", "v_cmp")]
+    tensors = [
+        given.get(name) if name not in GATES or name in gates else None
+        for name in ("q", "k", "v", *GATES, "k_cmp", "v_cmp")
+    ]
     return [*tensors, None, offsets(device) if packed else None, *SIZES.values(), 9, 0.25, backend]
 
 
@@ -87,7 +101,9 @@ def test_opcheck_of_the_steps(place, packed):
     library.opcheck(steps.compressed_forward.overload, compressed)
     q_, k_, v_, *rest = detached(compressed)
     o, lse = steps.compressed_forward(q_, k_, v_, *rest)
-    library.opcheck(steps.compressed_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q_, k_, v_, o, lse, *rest))
+    library.opcheck(
+        steps.compressed_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q_, k_, v_, o, lse, *rest)
+    )
     choice = (q.detach(), k_cmp.detach(), cu, *SIZES.values(), 0.25, backend)
     library.opcheck(steps.select.overload, choice)
     selected = (q, k, v, steps.select(*choice), cu, 8, 0.25, backend)
@@ -115,14 +131,20 @@ def test_opcheck_of_attend(place, scaled):
         skip_if_interpreted(place)
     backend, device = place
     tensors, named = attended(device, scaled=scaled)
-    by_token = [tensors[name].detach().transpose(1, 2).requires_grad_() if name in tensors else None for name in ("fq", "fk", "fv", "sel_scale")]
+    by_token = [
+        tensors[name].detach().transpose(1, 2).requires_grad_() if name in tensors else None
+        for name in ("fq", "fk", "fv", "sel_scale")
+    ]
     q, k, v, sel_scale = by_token
     indices, mask = (named[name].transpose(1, 2) for name in ("selected_block_indices", "fmask"))
     options = (True, 8, 0.25, backend)
     library.opcheck(attend.attend_forward.overload, (q, k, v, indices, mask, sel_scale, *options))
     q, k, v, sel_scale = detached(by_token)
     o, lse, read = attend.attend_forward(q, k, v, indices, mask, sel_scale, *options)
-    library.opcheck(attend.attend_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q, k, v, read, sel_scale, o, lse, *options))
+    library.opcheck(
+        attend.attend_backward.overload,
+        (torch.randn_like(o), torch.randn_like(lse), q, k, v, read, sel_scale, o, lse, *options),
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -151,7 +173,10 @@ def test_compile_packed_and_learned(place):
         return native_sparse_attention(**tensors, **SMALL, cu_seqlens=cu_seqlens, backend=backend)
 
     tensors = leaves(device, packed=True, learned=True)
-    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(offsets(device), **tensors), run(offsets(device), **tensors))
+    assert torch.equal(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(offsets(device), **tensors),
+        run(offsets(device), **tensors),
+    )
 
 
 def test_compile_the_steps(place):
@@ -165,7 +190,9 @@ def test_compile_the_steps(place):
 
     given = leaves(device, learned=True)
     tensors = [given[name] for name in ("q", "k", "v", "k_cmp", "v_cmp")]
-    for actual, expected in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors), strict=True):
+    for actual, expected in zip(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors), strict=True
+    ):
         assert torch.equal(actual, expected)
 
 
@@ -174,10 +201,14 @@ def test_compile_attend(place):
     tensors, named = attended(device)
 
     def run(**tensors):
-        (o, o_win), (lse, lse_win) = native_sparse_attend(**tensors, **named, return_lse=True, return_sliding_window_out=True, backend=backend)
+        (o, o_win), (lse, lse_win) = native_sparse_attend(
+            **tensors, **named, return_lse=True, return_sliding_window_out=True, backend=backend
+        )
         return o, o_win, lse, lse_win
 
-    for actual, expected in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(**tensors), run(**tensors), strict=True):
+    for actual, expected in zip(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(**tensors), run(**tensors), strict=True
+    ):
         assert torch.equal(actual, expected)
 
 
@@ -198,14 +229,19 @@ def test_autocast(place):
 def test_autocast_of_attend(place):
     backend, device = place
     tensors, named = attended(device)
-    expected = native_sparse_attend(**{name: x.detach().bfloat16() for name, x in tensors.items()}, **named, backend=backend)
+    expected = native_sparse_attend(
+        **{name: x.detach().bfloat16() for name, x in tensors.items()}, **named, backend=backend
+    )
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert torch.equal(native_sparse_attend(**tensors, **named, backend=backend), expected)
 
 
 def test_autocast_does_not_reach_into_the_backward(place):
     backend, device = place
-    tensors, (attending, named) = leaves(device, dtype=torch.bfloat16, learned=True), attended(device, dtype=torch.bfloat16)
+    tensors, (attending, named) = (
+        leaves(device, dtype=torch.bfloat16, learned=True),
+        attended(device, dtype=torch.bfloat16),
+    )
     for o, inputs in (
         (native_sparse_attention(**tensors, **SMALL, backend=backend), tensors),
         (native_sparse_attend(**attending, **named, backend=backend), attending),
@@ -230,7 +266,9 @@ def test_torch_s_default_dtype_changes_nothing(place, packed):
     cu_seqlens = offsets(device) if packed else None
 
     def run():
-        o, chosen = native_sparse_attention(**tensors, **SMALL, cu_seqlens=cu_seqlens, return_indices=True, backend=backend)
+        o, chosen = native_sparse_attention(
+            **tensors, **SMALL, cu_seqlens=cu_seqlens, return_indices=True, backend=backend
+        )
         return [o, chosen, *torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))]
 
     expected = run()
@@ -258,7 +296,10 @@ def test_transforms_and_forward_mode_are_refused(place):
     ):
         with pytest.raises(NotImplementedError, match="torch.func.*backend='reference'"):
             transform()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode.*backend='reference'"),
+    ):
         run(torch.autograd.forward_ad.make_dual(q, q))
 
 
@@ -285,7 +326,9 @@ def test_reference_differentiates_twice():
 def test_only_the_inputs_that_want_a_gradient_get_one(place):
     backend, device = place
     tensors = leaves(device, learned=True)
-    expected = torch.autograd.grad(native_sparse_attention(**tensors, **SMALL, backend=backend).sum(), list(tensors.values()))
+    expected = torch.autograd.grad(
+        native_sparse_attention(**tensors, **SMALL, backend=backend).sum(), list(tensors.values())
+    )
     for which, gradient in zip(tensors, expected, strict=True):
         if backend == "triton" and which not in ("k", "g_slc", "v_cmp"):
             continue
@@ -311,7 +354,9 @@ def test_a_gradient_of_the_lse_alone(place, which):
     def gradients(tensors, backend):
         _, lse = function(**tensors, **options, return_lse=True, backend=backend)
         # A row that sees nothing has -inf, which no input changes.
-        return torch.autograd.grad(lse.masked_fill(lse == -torch.inf, 0.0).sum(), list(tensors.values()), materialize_grads=True)
+        return torch.autograd.grad(
+            lse.masked_fill(lse == -torch.inf, 0.0).sum(), list(tensors.values()), materialize_grads=True
+        )
 
     wide = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     for actual, truth in zip(gradients(tensors, backend), gradients(wide, "reference"), strict=True):
@@ -323,7 +368,9 @@ def test_stride_zero_gradients(place):
     tensors = leaves(device)
     _, chosen = native_sparse_attention(**tensors, **SMALL, return_indices=True, backend=backend)
     actual, expected = (
-        torch.autograd.grad(native_sparse_attention(**tensors, **SMALL, block_indices=chosen, backend=b).sum(), list(tensors.values()))
+        torch.autograd.grad(
+            native_sparse_attention(**tensors, **SMALL, block_indices=chosen, backend=b).sum(), list(tensors.values())
+        )
         for b in (backend, "reference")
     )
     for gradient, truth in zip(actual, expected, strict=True):
@@ -340,7 +387,9 @@ def test_only_what_is_asked_for(place):
     _, chosen = native_sparse_attention(**tensors, **SMALL, return_indices=True, backend=backend)
     assert chosen.dtype == torch.int32
     assert not chosen.requires_grad
-    given, same = native_sparse_attention(**tensors, **SMALL, block_indices=chosen.long(), return_indices=True, backend=backend)
+    given, same = native_sparse_attention(
+        **tensors, **SMALL, block_indices=chosen.long(), return_indices=True, backend=backend
+    )
     assert torch.equal(given, o)
     assert torch.equal(same, chosen)
     assert same.dtype == torch.int32

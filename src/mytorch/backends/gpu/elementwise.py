@@ -4,8 +4,22 @@ import numpy as np
 import torch
 
 from mytorch.backends.base import COMPARISONS, Shape
-from mytorch.backends.gpu.kernels_elementwise import mytorch_binary_kernel, mytorch_dropout_kernel, mytorch_unary_kernel, mytorch_where_kernel
-from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, Plan, collapsed, plan_elements, plan_whole, planned, readable
+from mytorch.backends.gpu.kernels_elementwise import (
+    mytorch_binary_kernel,
+    mytorch_dropout_kernel,
+    mytorch_unary_kernel,
+    mytorch_where_kernel,
+)
+from mytorch.backends.gpu.launcher import (
+    TORCH_TYPES,
+    Array,
+    Plan,
+    collapsed,
+    plan_elements,
+    plan_whole,
+    planned,
+    readable,
+)
 from mytorch.backends.gpu.reduce import Reduce
 from mytorch.dtypes import DType
 
@@ -20,14 +34,20 @@ def expanded(shape: Shape, strides: Shape, to: Shape) -> Shape:
 def plan_unary(name: str, dtype: torch.dtype, shape: Shape, strides: Shape) -> Plan:
     """For `unary`."""
     sizes, (x_strides,) = collapsed(shape, strides)
-    return plan_elements(mytorch_unary_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, NAME=name, NDIM=len(sizes))
+    return plan_elements(
+        mytorch_unary_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, NAME=name, NDIM=len(sizes)
+    )
 
 
 @planned
-def plan_binary(name: str, dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape) -> Plan:
+def plan_binary(
+    name: str, dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape
+) -> Plan:
     """For `binary`."""
     shape = np.broadcast_shapes(x_shape, y_shape)
-    sizes, (x_steps, y_steps) = collapsed(shape, expanded(x_shape, x_strides, shape), expanded(y_shape, y_strides, shape))
+    sizes, (x_steps, y_steps) = collapsed(
+        shape, expanded(x_shape, x_strides, shape), expanded(y_shape, y_strides, shape)
+    )
     out = torch.bool if name in COMPARISONS else dtype
     named = {"NAME": name, "NDIM": len(sizes), "AS_BOOL": out == torch.bool}
     return plan_elements(mytorch_binary_kernel, shape, out, sizes=sizes, x_strides=x_steps, y_strides=y_steps, **named)
@@ -37,7 +57,9 @@ def plan_binary(name: str, dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x
 def plan_where(dtype: torch.dtype, shapes: tuple[Shape, ...], strides: tuple[Shape, ...]) -> Plan:
     """For `where`: of the condition and of both that are chosen from."""
     shape = np.broadcast_shapes(*shapes)
-    sizes, steps = collapsed(shape, *(expanded(before, step, shape) for before, step in zip(shapes, strides, strict=True)))
+    sizes, steps = collapsed(
+        shape, *(expanded(before, step, shape) for before, step in zip(shapes, strides, strict=True))
+    )
     named = dict(zip(("condition_strides", "x_strides", "y_strides"), steps, strict=True))
     return plan_elements(mytorch_where_kernel, shape, dtype, sizes=sizes, NDIM=len(sizes), **named)
 
@@ -59,13 +81,17 @@ class Elementwise(Reduce):
 
     def _refuse_negative(self, exponent: Array) -> None:
         """Integers have no integer powers to negative exponents. This waits for the device."""
-        least = -int(self.max(self.unary("neg", exponent), tuple(range(exponent.dim())), False)) if exponent.numel() else 0
+        least = (
+            -int(self.max(self.unary("neg", exponent), tuple(range(exponent.dim())), False)) if exponent.numel() else 0
+        )
         if least < 0:
             raise ValueError(f"int64 to the power of {least} is no int64: convert the base with astype first")
 
     def _binary(self, name: str, x: Array, y: Array) -> Array:
         """The operation, without a look at values."""
-        return self._result(plan_binary(name, x.dtype, x.shape, y.shape, x.stride(), y.stride()), x=readable(x), y=readable(y))
+        return self._result(
+            plan_binary(name, x.dtype, x.shape, y.shape, x.stride(), y.stride()), x=readable(x), y=readable(y)
+        )
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
         plan = plan_where(x.dtype, (condition.shape, x.shape, y.shape), (condition.stride(), x.stride(), y.stride()))

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 
 from mytorch.backends.base import Shape
-from mytorch.backends.gpu.kernels_conv import mytorch_conv2d_grad_input_kernel, mytorch_conv2d_grad_weight_kernel, mytorch_conv2d_kernel
+from mytorch.backends.gpu.kernels_conv import (
+    mytorch_conv2d_grad_input_kernel,
+    mytorch_conv2d_grad_weight_kernel,
+    mytorch_conv2d_kernel,
+)
 from mytorch.backends.gpu.kernels_pool import mytorch_max_pool2d_grad_kernel, mytorch_max_pool2d_kernel
 from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, Plan, blocks, plan_elements, plan_launch, planned
 from mytorch.backends.gpu.matrix import PRECISIONS, Tile, divide
@@ -15,8 +19,8 @@ from tilewise.ops._host.launching import power_of_2
 
 Pair = tuple[int, int]
 
-# By type and by channels a tile. The steps of tiles of 64 channels are 128 bytes wide: with narrower ones Triton 3.6 on Hopper mixes up the layouts
-# of the two sides. fp64 is multiplied element by element.
+# By type and by channels a tile. The steps of tiles of 64 channels are 128 bytes wide: with narrower ones Triton 3.6 on
+# Hopper mixes up the layouts of the two sides. fp64 is multiplied element by element.
 TILES = {
     (torch.float16, 16): Tile(16, 128, 32, 8, 3),
     (torch.float16, 32): Tile(32, 64, 32, 4, 3),
@@ -37,7 +41,10 @@ def choose_tile(dtype: torch.dtype, channels: int) -> Tile:
 def plan_conv2d(dtype: torch.dtype, shape: Shape, weight: Shape, x_strides: Shape, stride: Pair, padding: Pair) -> Plan:
     """For `conv2d` of images of a shape with a weight of another."""
     (n_images, channels, height, width), (n_out, _, *taps) = shape, weight
-    rows, columns = ((n + 2 * border - tap) // step + 1 for n, border, tap, step in zip((height, width), padding, taps, stride, strict=True))
+    rows, columns = (
+        (n + 2 * border - tap) // step + 1
+        for n, border, tap, step in zip((height, width), padding, taps, stride, strict=True)
+    )
     n_pixels, tile = n_images * rows * columns, choose_tile(dtype, n_out)
     tiles_o = blocks(n_out, tile.m)
     fixed = {
@@ -51,11 +58,15 @@ def plan_conv2d(dtype: torch.dtype, shape: Shape, weight: Shape, x_strides: Shap
         "n_pixels": n_pixels,
         "tiles_o": tiles_o,
     } | shared_options(dtype, tile, weight, stride, padding, n_pixels, tile.n)
-    return plan_launch(mytorch_conv2d_kernel, tiles_o * blocks(n_pixels, tile.n), fixed, (n_images, n_out, rows, columns), dtype)
+    return plan_launch(
+        mytorch_conv2d_kernel, tiles_o * blocks(n_pixels, tile.n), fixed, (n_images, n_out, rows, columns), dtype
+    )
 
 
 @planned
-def plan_conv2d_grad_input(dtype: torch.dtype, grad: Shape, weight: Shape, grad_strides: Shape, shape: Shape, stride: Pair, padding: Pair) -> Plan:
+def plan_conv2d_grad_input(
+    dtype: torch.dtype, grad: Shape, weight: Shape, grad_strides: Shape, shape: Shape, stride: Pair, padding: Pair
+) -> Plan:
     """For `conv2d_grad_input`, from the shapes of the result's gradient and the weight."""
     n_images, channels, height, width = shape
     n_pixels, tile = n_images * height * width, choose_tile(dtype, channels)
@@ -76,7 +87,14 @@ def plan_conv2d_grad_input(dtype: torch.dtype, grad: Shape, weight: Shape, grad_
 
 @planned
 def plan_conv2d_grad_weight(
-    dtype: torch.dtype, grad: Shape, x: Shape, grad_strides: Shape, x_strides: Shape, shape: Shape, stride: Pair, padding: Pair
+    dtype: torch.dtype,
+    grad: Shape,
+    x: Shape,
+    grad_strides: Shape,
+    x_strides: Shape,
+    shape: Shape,
+    stride: Pair,
+    padding: Pair,
 ) -> tuple[Plan, ...]:
     """For `conv2d_grad_weight`, from the shapes of the result's gradient and the images."""
     channels, length = shape[0], shape[1] * shape[2] * shape[3]
@@ -100,7 +118,9 @@ def plan_conv2d_grad_weight(
     return plan_parts(mytorch_conv2d_grad_weight_kernel, tiles_o * tiles_n, fixed, shape, dtype, parts)
 
 
-def shared_options(dtype: torch.dtype, tile: Tile, weight: Shape, stride: Pair, padding: Pair, n_pixels: int, beyond: int) -> dict[str, Any]:
+def shared_options(
+    dtype: torch.dtype, tile: Tile, weight: Shape, stride: Pair, padding: Pair, n_pixels: int, beyond: int
+) -> dict[str, Any]:
     """What all three convolutions take; pixels are numbered up to so many beyond the last."""
     return {
         "KH": weight[2],
@@ -127,7 +147,9 @@ def plan_max_pool2d(dtype: torch.dtype, shape: Shape, x_strides: Shape, size: Pa
     rows, columns = (height - size[0]) // stride[0] + 1, (width - size[1]) // stride[1] + 1
     image = {"C": channels, "W": width, "P": rows, "Q": columns}
     window = {"KH": size[0], "KW": size[1], "SH": stride[0], "SW": stride[1]}
-    return plan_elements(mytorch_max_pool2d_kernel, (n_images, channels, rows, columns), dtype, x_strides=x_strides, **image, **window)
+    return plan_elements(
+        mytorch_max_pool2d_kernel, (n_images, channels, rows, columns), dtype, x_strides=x_strides, **image, **window
+    )
 
 
 @planned
@@ -143,14 +165,18 @@ class Image(Reduce, Memory):
 
     def conv2d(self, x: Array, weight: Array, bias: Array | None, stride: Pair, padding: Pair) -> Array:
         plan = plan_conv2d(x.dtype, x.shape, weight.shape, x.stride(), stride, padding)
-        return self._result(plan, x=x, weight=self.contiguous(weight), bias=bias if bias is None else self.contiguous(bias))
+        return self._result(
+            plan, x=x, weight=self.contiguous(weight), bias=bias if bias is None else self.contiguous(bias)
+        )
 
     def conv2d_grad_input(self, grad: Array, weight: Array, shape: Shape, stride: Pair, padding: Pair) -> Array:
         plan = plan_conv2d_grad_input(grad.dtype, grad.shape, weight.shape, grad.stride(), shape, stride, padding)
         return self._result(plan, grad=grad, weight=self.contiguous(weight))
 
     def conv2d_grad_weight(self, grad: Array, x: Array, shape: Shape, stride: Pair, padding: Pair) -> Array:
-        plans = plan_conv2d_grad_weight(grad.dtype, grad.shape, x.shape, grad.stride(), x.stride(), shape, stride, padding)
+        plans = plan_conv2d_grad_weight(
+            grad.dtype, grad.shape, x.shape, grad.stride(), x.stride(), shape, stride, padding
+        )
         return self._results(plans, grad=grad, x=x)
 
     def max_pool2d(self, x: Array, size: Pair, stride: Pair) -> tuple[Array, Array]:

@@ -5,8 +5,22 @@ import math
 import torch
 
 from mytorch.backends.base import Shape
-from mytorch.backends.gpu.kernels_index import mytorch_gather_grad_kernel, mytorch_gather_kernel, mytorch_take_grad_kernel, mytorch_take_kernel
-from mytorch.backends.gpu.launcher import ACCUMULATORS, Array, Plan, blocks, plan_elements, plan_launch, planned, readable
+from mytorch.backends.gpu.kernels_index import (
+    mytorch_gather_grad_kernel,
+    mytorch_gather_kernel,
+    mytorch_take_grad_kernel,
+    mytorch_take_kernel,
+)
+from mytorch.backends.gpu.launcher import (
+    ACCUMULATORS,
+    Array,
+    Plan,
+    blocks,
+    plan_elements,
+    plan_launch,
+    planned,
+    readable,
+)
 from mytorch.backends.gpu.matrix import divide
 from mytorch.backends.gpu.memory import Memory
 from mytorch.backends.gpu.reduce import Reduce, plan_parts
@@ -51,19 +65,32 @@ def plan_take_grad(dtype: torch.dtype, grad: Shape, index: Shape, rows: int) -> 
     tiles_v, tiles_d = blocks(rows, GRAD_V), blocks(width, GRAD_D)
     parts, chunk = divide(tiles_v * tiles_d, n, GRAD_N)
     counts = {"rows": rows, "n": n, "chunk": chunk, "tiles_v": tiles_v, "tiles_d": tiles_d, "D": width}
-    fixed = counts | {"ACC": ACCUMULATORS[dtype], "BLOCK_V": GRAD_V, "BLOCK_N": GRAD_N, "BLOCK_D": GRAD_D, "num_warps": 8}
+    fixed = counts | {
+        "ACC": ACCUMULATORS[dtype],
+        "BLOCK_V": GRAD_V,
+        "BLOCK_N": GRAD_N,
+        "BLOCK_D": GRAD_D,
+        "num_warps": 8,
+    }
     return plan_parts(mytorch_take_grad_kernel, tiles_v * tiles_d, fixed, shape, dtype, parts)
 
 
 @planned
 def plan_gather(dtype: torch.dtype, shape: Shape, strides: Shape, axis: int, index: Shape, outside: float) -> Plan:
     """For `gather` along an axis of an array of a shape, from that of the numbers."""
-    where = {"sizes": tuple(index), "x_strides": without(axis, strides), "x_stride": strides[axis], "length": shape[axis]}
+    where = {
+        "sizes": tuple(index),
+        "x_strides": without(axis, strides),
+        "x_stride": strides[axis],
+        "length": shape[axis],
+    }
     return plan_elements(mytorch_gather_kernel, index, dtype, OUTSIDE=outside, NDIM=len(shape), **where)
 
 
 @planned
-def plan_gather_grad(dtype: torch.dtype, index: Shape, index_strides: Shape, grad_strides: Shape, axis: int, shape: Shape) -> Plan:
+def plan_gather_grad(
+    dtype: torch.dtype, index: Shape, index_strides: Shape, grad_strides: Shape, axis: int, shape: Shape
+) -> Plan:
     """For `gather_grad` along an axis of an array of a shape, from that of the numbers, which the gradient has too."""
     return plan_elements(
         mytorch_gather_grad_kernel,

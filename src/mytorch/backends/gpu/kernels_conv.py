@@ -1,7 +1,8 @@
-"""Convolution of images as matrix products whose one side is never built: each step finds the pixels that it multiplies.
+"""Convolution of images as matrix products whose one side is never built: each step finds the pixels that it
+multiplies.
 
-Images and gradients of results may have any strides, weights are in C order: [O, C, KH, KW], of T = KH * KW taps. K counts what an element of
-the result is the sum of.
+Images and gradients of results may have any strides, weights are in C order: [O, C, KH, KW], of T = KH * KW taps. K
+counts what an element of the result is the sum of.
 """
 
 import triton
@@ -20,7 +21,12 @@ def pixels_of(o, rows, columns):
 @triton.jit
 def places(image, channel, row, column, strides):
     """Where pixels lie; sums of places may be taken, for strides multiply each part."""
-    return image * strides[0] + channel.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]
+    return (
+        image * strides[0]
+        + channel.to(tl.int64) * strides[1]
+        + row.to(tl.int64) * strides[2]
+        + column.to(tl.int64) * strides[3]
+    )
 
 
 @triton.jit
@@ -33,7 +39,8 @@ def inside(m, row, column, rows, columns):
 def mytorch_conv2d_kernel(
     x, weight, bias, out, x_strides, O, K, H, W, P, Q, n_pixels, tiles_o,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M output channels x tiles of BLOCK_N pixels of the result, all images' counted through.
     # Owns: one tile of the result.
@@ -73,7 +80,8 @@ def mytorch_conv2d_kernel(
 def mytorch_conv2d_grad_input_kernel(
     grad, weight, out, grad_strides, C, K, H, W, P, Q, n_pixels, tiles_c,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M input channels x tiles of BLOCK_N pixels of x, all images' counted through.
     # Owns: one tile of x's gradient.
@@ -110,9 +118,11 @@ def mytorch_conv2d_grad_input_kernel(
 def mytorch_conv2d_grad_weight_kernel(
     grad, x, out, grad_strides, x_strides, O, N, H, W, P, Q, n_pixels, chunk, tiles_o, tiles_n,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tiles of BLOCK_M output channels x tiles of BLOCK_N input channels and taps x parts of `chunk` pixels of the result.
+    # Grid: tiles of BLOCK_M output channels x tiles of BLOCK_N input channels and taps x parts of `chunk` pixels of the
+    # result.
     # Owns: one part of a tile of the weight's gradient.
     # Loops over: the part's pixels, BLOCK_K at a time.
     # Writes: its tile of out [parts, O, C, KH, KW].
@@ -142,7 +152,9 @@ def mytorch_conv2d_grad_weight_kernel(
         m_x = m_k[:, None] & m_n[None, :]
         if PH + PW > 0:
             m_x = inside(m_x, row_x[:, None] + i_h[None, :], column_x[:, None] + i_w[None, :], H, W)
-        b_x = tl.load(x + places(image, o_k * 0, row_x, column_x, x_strides)[:, None] + o_tap[None, :], mask=m_x, other=0)
+        b_x = tl.load(
+            x + places(image, o_k * 0, row_x, column_x, x_strides)[:, None] + o_tap[None, :], mask=m_x, other=0
+        )
         # [O, K] @ [K, N] -> [O, N]
         acc = add_product(acc, b_grad, b_x, PRECISION)
     o_out = (i_part.to(tl.int64) * O + o_m[:, None]) * N + o_n[None, :]

@@ -1,6 +1,8 @@
-"""Element by element, and copies between arrays of any strides. One program has BLOCK elements, counted in C order of the result.
+"""Element by element, and copies between arrays of any strides. One program has BLOCK elements, counted in C order of
+the result.
 
-Axes that lie one behind the other in every array are one here, so that arrays in C order and single numbers need no division.
+Axes that lie one behind the other in every array are one here, so that arrays in C order and single numbers need no
+division.
 """
 
 import triton
@@ -14,7 +16,9 @@ CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def tanh(x):
-    """A quotient of polynomials near 0, exact to rounding below 0.5, where exponentials would cancel; those elsewhere."""
+    """A quotient of polynomials near 0, exact to rounding below 0.5, where exponentials would cancel;
+    those elsewhere.
+    """
     s = x * x
     near = x * (135135 + s * (17325 + s * (378 + s))) / (135135 + s * (62370 + s * (3150 + s * 28)))
     e = tl.exp(tl.abs(x) * -2)
@@ -41,7 +45,10 @@ def square_root(x):
 
 @triton.jit
 def real_power(x, p):
-    """x ** p through logarithms, in fp64: an error in p * log(x) is one of the result's many digits. A negative x wants a whole p."""
+    """x ** p through logarithms, in fp64: an error in p * log(x) is one of the result's many digits.
+
+    A negative x wants a whole p.
+    """
     base = x.to(tl.float64)
     exponent = p.to(tl.float64)
     magnitude = tl.exp(exponent * tl.log(tl.abs(base)))
@@ -189,7 +196,8 @@ def mytorch_binary_kernel(
 
 @triton.jit
 def mytorch_where_kernel(
-    condition, x, y, out, sizes, condition_strides, x_strides, y_strides, n, NDIM: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    condition, x, y, out, sizes, condition_strides, x_strides, y_strides, n, NDIM: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of the result.
@@ -205,7 +213,8 @@ def mytorch_where_kernel(
 
 @triton.jit
 def mytorch_copy_kernel(
-    x, out, sizes, x_strides, out_strides, n, NDIM: tl.constexpr, AS_BOOL: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x, out, sizes, x_strides, out_strides, n, NDIM: tl.constexpr, AS_BOOL: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements.

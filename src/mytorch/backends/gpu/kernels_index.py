@@ -1,5 +1,5 @@
-"""Elements and rows by number, and their gradients, which are gathered: whoever owns a place walks the numbers and adds what belongs to it,
-in the numbers' order, so that the same inputs give the same bits.
+"""Elements and rows by number, and their gradients, which are gathered: whoever owns a place walks the numbers and adds
+what belongs to it, in the numbers' order, so that the same inputs give the same bits.
 """
 
 import triton
@@ -9,7 +9,9 @@ from mytorch.backends.gpu.kernels_tile import program_number, strided_offsets
 
 
 @triton.jit
-def mytorch_take_kernel(table, index, out, n, n_tiles, rows, D, OUTSIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def mytorch_take_kernel(
+    table, index, out, n, n_tiles, rows, D, OUTSIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):
     # Grid: blocks of BLOCK_R numbers x tiles of BLOCK_D columns.
     # Owns: one tile of the result.
     # Loops over: nothing.
@@ -26,7 +28,8 @@ def mytorch_take_kernel(table, index, out, n, n_tiles, rows, D, OUTSIDE: tl.cons
 
 @triton.jit
 def mytorch_take_grad_kernel(
-    grad, index, out, rows, n, chunk, tiles_v, tiles_d, D, ACC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad, index, out, rows, n, chunk, tiles_v, tiles_d, D, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK_D columns x blocks of BLOCK_V rows of the table x parts of `chunk` numbers.
     # Owns: a tile of the table's gradient, of one part.
@@ -50,19 +53,23 @@ def mytorch_take_grad_kernel(
             m_grad = (o_n < end)[:, None] & (o_d < D)[None, :]
             b_grad = tl.load(grad + o_n.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_grad, other=0).to(ACC)
             # [V, N, D] -> [V, D]. What is not named must not take part, not even as 0 times it: it may be infinite.
-            acc += tl.sum(tl.where(named[:, :, None], b_grad[None, :, :], tl.zeros([BLOCK_V, BLOCK_N, BLOCK_D], ACC)), 1)
+            acc += tl.sum(
+                tl.where(named[:, :, None], b_grad[None, :, :], tl.zeros([BLOCK_V, BLOCK_N, BLOCK_D], ACC)), 1
+            )
     o_out = (i_part.to(tl.int64) * rows + o_v[:, None]) * D + o_d[None, :]
     tl.store(out + o_out, acc.to(out.dtype.element_ty), mask=(o_v < rows)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
 def mytorch_gather_kernel(
-    x, index, out, sizes, x_strides, x_stride, length, n, OUTSIDE: tl.constexpr, NDIM: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x, index, out, sizes, x_strides, x_stride, length, n, OUTSIDE: tl.constexpr, NDIM: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of the result.
     # Loops over: nothing.
-    # Writes: for each number the element that it names along x's axis of x_stride, or OUTSIDE; x_strides are 0 along that axis.
+    # Writes: for each number the element that it names along x's axis of x_stride, or OUTSIDE; x_strides are 0 along
+    # that axis.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     b_number = tl.load(index + o, mask=o < n, other=0)
     m = (o < n) & (b_number >= 0) & (b_number < length)
@@ -88,8 +95,8 @@ def mytorch_gather_grad_kernel(
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of x's gradient, of `sizes`.
-    # Loops over: the `count` numbers that may name an element, index_stride apart, and their gradients, grad_stride apart. The other strides
-    # are 0 along that axis.
+    # Loops over: the `count` numbers that may name an element, index_stride apart, and their gradients, grad_stride
+    # apart. The other strides are 0 along that axis.
     # Writes: the sum of the gradients whose numbers name the element.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     # The numbers' other axes may be shorter than x's.

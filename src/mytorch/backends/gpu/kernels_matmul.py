@@ -8,7 +8,9 @@ from mytorch.backends.gpu.kernels_tile import add_product, strided_offsets
 
 @triton.jit
 def tile_of(i, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a result's i-th tile: GROUP rows of tiles at a time, column by column, so that what they read is still in the cache."""
+    """Row and column of a result's i-th tile: GROUP rows of tiles at a time, column by column, so that what they read
+    is still in the cache.
+    """
     first = i // (GROUP * tiles_n) * GROUP
     rows = tl.minimum(tiles_m - first, GROUP)
     inside = i % (GROUP * tiles_n)
@@ -18,8 +20,8 @@ def tile_of(i, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def mytorch_matmul_kernel(
     x, y, bias, out, batch_sizes, x_batch, y_batch, x_strides, y_strides, n_batch, M, N, K, chunk, tiles_m, tiles_n,
-    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    DIVIDED: tl.constexpr,
+    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of a result x batch x, where DIVIDED, parts of `chunk` of the K products that make an element.
     # Owns: one part of a tile of one batch entry's result.

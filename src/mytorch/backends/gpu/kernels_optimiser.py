@@ -33,13 +33,15 @@ def mytorch_sgd_kernel(
 
 @triton.jit
 def mytorch_adam_kernel(
-    x, grad, first, second, rate: tl.float64, correction: tl.float64, share_1: tl.float64, share_2: tl.float64, eps: tl.float64,
-    shrink: tl.float64, weight_decay: tl.float64, n, ACC: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x, grad, first, second, rate: tl.float64, correction: tl.float64, share_1: tl.float64, share_2: tl.float64,
+    eps: tl.float64, shrink: tl.float64, weight_decay: tl.float64, n, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of the parameter.
     # Loops over: nothing.
-    # Writes: the parameter and both its moments, in place. x is first multiplied by shrink, weight_decay * x added to the gradient.
+    # Writes: the parameter and both its moments, in place. x is first multiplied by shrink, weight_decay * x added to
+    # the gradient.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     b_x = tl.load(x + o, mask=m, other=0).to(ACC) * number(shrink, ACC)

@@ -27,7 +27,9 @@ def mytorch_max_pool2d_kernel(
     for i in range(1, KH * KW):
         i_h = i // KW
         i_w = i % KW
-        b_x = tl.load(p_x + tl.cast(i_h, tl.int64) * x_strides[2] + tl.cast(i_w, tl.int64) * x_strides[3], mask=m, other=0)
+        b_x = tl.load(
+            p_x + tl.cast(i_h, tl.int64) * x_strides[2] + tl.cast(i_w, tl.int64) * x_strides[3], mask=m, other=0
+        )
         better = (b_x > best) | ((b_x != b_x) & (best == best))
         best = tl.where(better, b_x, best)
         place = tl.where(better, (row + i_h).to(tl.int64) * W + column + i_w, place)
@@ -37,7 +39,8 @@ def mytorch_max_pool2d_kernel(
 
 @triton.jit
 def mytorch_max_pool2d_grad_kernel(
-    grad, where, out, H, W, P, Q, SH, SW, reach_h, reach_w, n, ACC: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    grad, where, out, H, W, P, Q, SH, SW, reach_h, reach_w, n, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK pixels, of all channels and images.
     # Owns: BLOCK pixels.
@@ -48,7 +51,8 @@ def mytorch_max_pool2d_grad_kernel(
     row = place // W
     column = place % W
     o_plane = (o // (H * W)).to(tl.int64) * (P * Q)
-    # The last windows that begin at or before the pixel; of a window that ends before it, the largest cannot be the pixel.
+    # The last windows that begin at or before the pixel; of a window that ends before it, the largest cannot be the
+    # pixel.
     last_h = row // SH
     last_w = column // SW
     acc = tl.zeros([BLOCK], ACC)

@@ -1,6 +1,7 @@
 """Sums and the largest over any axes of an array of any strides.
 
-The axes that stay count the rows of a tile, those that go its columns. A tile's shape decides which of the two is read along memory.
+The axes that stay count the rows of a tile, those that go its columns. A tile's shape decides which of the two is read
+along memory.
 """
 
 import triton
@@ -12,8 +13,8 @@ from mytorch.backends.gpu.kernels_tile import number, program_number, quotient, 
 @triton.jit
 def mytorch_reduce_kernel(
     x, out, kept_sizes, kept_strides, sizes, strides, n_kept, n, chunk, n_tiles, divisor: tl.float64,
-    LARGEST: tl.constexpr, START: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr, AS_BOOL: tl.constexpr, KEPT_NDIM: tl.constexpr,
-    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, START: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr, AS_BOOL: tl.constexpr,
+    KEPT_NDIM: tl.constexpr, NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M results x parts of `chunk` elements of each.
     # Owns: one part of BLOCK_M results.

@@ -1,6 +1,7 @@
 """Over the last axis: softmax, its logarithm, layer norm, and what they pass back.
 
-A program has BLOCK_R rows and reads them BLOCK_N elements at a time. Rows may lie anywhere, and so may their elements; what is written is in C order.
+A program has BLOCK_R rows and reads them BLOCK_N elements at a time. Rows may lie anywhere, and so may their elements;
+what is written is in C order.
 """
 
 import triton
@@ -13,7 +14,9 @@ from mytorch.backends.gpu.kernels_tile import number, strided_offsets
 def load_tile(p_rows, stride, m_r, i_n, N, OTHER: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr):
     """Elements i_n and on of rows, [R, N] in ACC, OTHER where there is none."""
     o_n = i_n + tl.arange(0, BLOCK_N)
-    return tl.load(p_rows[:, None] + o_n.to(tl.int64)[None, :] * stride, mask=m_r[:, None] & (o_n < N)[None, :], other=OTHER).to(ACC)
+    return tl.load(
+        p_rows[:, None] + o_n.to(tl.int64)[None, :] * stride, mask=m_r[:, None] & (o_n < N)[None, :], other=OTHER
+    ).to(ACC)
 
 
 @triton.jit
@@ -27,7 +30,11 @@ def load_columns(x, i_n, N, ACC: tl.constexpr, BLOCK_N: tl.constexpr):
 def store_tile(out, b_x, o_r, m_r, i_n, N, BLOCK_N: tl.constexpr):
     """Write elements i_n and on of rows."""
     o_n = i_n + tl.arange(0, BLOCK_N)
-    tl.store(out + o_r.to(tl.int64)[:, None] * N + o_n[None, :], b_x.to(out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+    tl.store(
+        out + o_r.to(tl.int64)[:, None] * N + o_n[None, :],
+        b_x.to(out.dtype.element_ty),
+        mask=m_r[:, None] & (o_n < N)[None, :],
+    )
 
 
 @triton.jit
@@ -65,7 +72,8 @@ def mytorch_softmax_kernel(
 @triton.jit
 def mytorch_softmax_grad_kernel(
     grad, y, out, grad_sizes, grad_strides, grad_stride, y_sizes, y_strides, y_stride, n_rows, N,
-    LOG: tl.constexpr, ACC: tl.constexpr, GRAD_NDIM: tl.constexpr, Y_NDIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOG: tl.constexpr, ACC: tl.constexpr, GRAD_NDIM: tl.constexpr, Y_NDIM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Grid: blocks of BLOCK_R rows.
     # Owns: BLOCK_R rows.
@@ -99,7 +107,8 @@ def mytorch_layer_norm_kernel(
 ):  # fmt: skip
     # Grid: blocks of BLOCK_R rows.
     # Owns: BLOCK_R rows.
-    # Loops over: the rows' elements four times: for the mean, for its rounding, for the variance around it, then to write.
+    # Loops over: the rows' elements four times: for the mean, for its rounding, for the variance around it, then to
+    # write.
     # Writes: its rows normalised, and their means and 1 / deviations.
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_r = o_r < n_rows
@@ -149,20 +158,27 @@ def mytorch_layer_norm_grad_kernel(
     along = tl.zeros([BLOCK_R], ACC)
     for i_n in range(0, N, BLOCK_N):
         # [R, N]
-        b_grad = load_tile(p_grad, grad_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) * load_columns(weight, i_n, N, ACC, BLOCK_N)
+        b_grad = load_tile(p_grad, grad_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) * load_columns(
+            weight, i_n, N, ACC, BLOCK_N
+        )
         b_x = (load_tile(p_x, x_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) - b_mean) * b_rstd
         plain += tl.sum(b_grad, 1)
         along += tl.sum(b_grad * b_x, 1)
     for i_n in range(0, N, BLOCK_N):
-        b_grad = load_tile(p_grad, grad_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) * load_columns(weight, i_n, N, ACC, BLOCK_N)
+        b_grad = load_tile(p_grad, grad_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) * load_columns(
+            weight, i_n, N, ACC, BLOCK_N
+        )
         b_x = (load_tile(p_x, x_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N) - b_mean) * b_rstd
-        store_tile(out, b_rstd * (b_grad - (plain / N)[:, None] - b_x * (along / N)[:, None]), o_r, m_r, i_n, N, BLOCK_N)
+        store_tile(
+            out, b_rstd * (b_grad - (plain / N)[:, None] - b_x * (along / N)[:, None]), o_r, m_r, i_n, N, BLOCK_N
+        )
 
 
 @triton.jit
 def mytorch_layer_norm_columns_kernel(
-    grad, x, mean, rstd, dweight, dbias, grad_sizes, grad_strides, grad_stride, x_sizes, x_strides, x_stride, n_rows, N, chunk, n_tiles,
-    ACC: tl.constexpr, GRAD_NDIM: tl.constexpr, X_NDIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad, x, mean, rstd, dweight, dbias, grad_sizes, grad_strides, grad_stride, x_sizes, x_strides, x_stride, n_rows,
+    N, chunk, n_tiles, ACC: tl.constexpr, GRAD_NDIM: tl.constexpr, X_NDIM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_N columns x parts of `chunk` rows.
     # Owns: BLOCK_N columns of one part.
@@ -178,7 +194,16 @@ def mytorch_layer_norm_columns_kernel(
         o_r = i_r + tl.arange(0, BLOCK_R)
         m_r = o_r < end
         # [R, N]
-        b_grad = load_tile(grad + strided_offsets(o_r, grad_sizes, grad_strides, GRAD_NDIM), grad_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N)
+        b_grad = load_tile(
+            grad + strided_offsets(o_r, grad_sizes, grad_strides, GRAD_NDIM),
+            grad_stride,
+            m_r,
+            i_n,
+            N,
+            0.0,
+            ACC,
+            BLOCK_N,
+        )
         b_x = load_tile(x + strided_offsets(o_r, x_sizes, x_strides, X_NDIM), x_stride, m_r, i_n, N, 0.0, ACC, BLOCK_N)
         b_mean = tl.load(mean + o_r, mask=m_r, other=0)[:, None]
         b_rstd = tl.load(rstd + o_r, mask=m_r, other=0)[:, None]

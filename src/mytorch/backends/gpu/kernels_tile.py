@@ -15,7 +15,9 @@ def program_number(WIDE: tl.constexpr):
 
 @triton.jit
 def number(value, ACC: tl.constexpr):
-    """A kernel's fp64 argument in another type, [1]; interpreted it is a Python number, of which a plain cast would keep fp32's digits only."""
+    """A kernel's fp64 argument in another type, [1]; interpreted it is a Python number, of which a plain cast would
+    keep fp32's digits only.
+    """
     return tl.full([1], value, ACC)
 
 
@@ -63,7 +65,9 @@ def store_as(p_out, b_x, m_out, AS_BOOL: tl.constexpr):
 
 @triton.jit
 def add_product(acc, b_x, b_y, PRECISION: tl.constexpr):
-    """`acc + b_x @ b_y`, [M, K] @ [K, N] -> [M, N]; without a PRECISION element by element, for the types that matrix units do not take."""
+    """`acc + b_x @ b_y`, [M, K] @ [K, N] -> [M, N]; without a PRECISION element by element, for the types that matrix
+    units do not take.
+    """
     if PRECISION is None:
         acc += tl.sum(b_x[:, :, None].to(acc.dtype) * b_y[None, :, :].to(acc.dtype), 1)
     else:

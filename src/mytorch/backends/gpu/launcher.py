@@ -1,7 +1,8 @@
-"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and axes that are one in memory.
+"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and
+axes that are one in memory.
 
-What a launch needs beside its arrays follows from their types, shapes and strides. A function marked `planned` finds it once for each of those:
-a training loop has the same ones in every step, and finding them takes longer than launching.
+What a launch needs beside its arrays follows from their types, shapes and strides. A function marked `planned` finds it
+once for each of those: a training loop has the same ones in every step, and finding them takes longer than launching.
 """
 
 import functools
@@ -32,8 +33,8 @@ ACCUMULATORS = {
     torch.bool: tl.int32,
 }
 
-# Where fewer programs than this would run, long sums are divided among more: about two for each processor of a large card. The same on every
-# card, so that a sum's order, and its result to the last bit, is too.
+# Where fewer programs than this would run, long sums are divided among more: about two for each processor of a large
+# card. The same on every card, so that a sum's order, and its result to the last bit, is too.
 ENOUGH_PROGRAMS = 256
 # Elements a program where each is computed by itself.
 BLOCK, BLOCK_WARPS = 2048, 8
@@ -51,7 +52,9 @@ class Plan(NamedTuple):
 
 
 def plan_launch(kernel: Any, grid: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype) -> Plan:
-    """Of a kernel, with arguments that are the same each time: all but arrays, and numbers that change from call to call."""
+    """Of a kernel, with arguments that are the same each time: all but arrays, and numbers that change from call to
+    call.
+    """
     return Plan(Repeated(kernel, grid, {**fixed, "enable_fp_fusion": True}), shape, dtype)
 
 
@@ -82,7 +85,9 @@ class Launcher:
         return out
 
     def _results(self, plans: tuple[Plan, ...], **arrays: Any) -> Array:
-        """What the last of several kernels writes: the first reads arrays, each of the others what the one before it wrote."""
+        """What the last of several kernels writes: the first reads arrays, each of the others what the one before it
+        wrote.
+        """
         x = self._result(plans[0], **arrays)
         for plan in plans[1:]:
             x = self._result(plan, x=x)
@@ -112,7 +117,9 @@ def blocks(count: int, block: int) -> int:
 
 
 def collapsed(shape: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
-    """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every array made one."""
+    """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every
+    array made one.
+    """
     sizes: list[int] = []
     steps: list[tuple[int, ...]] = []
     for n, step in zip(shape, zip(*strides, strict=True), strict=True):

@@ -45,7 +45,9 @@ def choose_tile(dtype: torch.dtype, batch: int, m: int, n: int) -> Tile:
 
 
 def divide(programs: int, length: int, step: int) -> tuple[int, int]:
-    """Into how many parts a sum of a length, done in steps, is divided, and how long each is: more than one where there are few programs."""
+    """Into how many parts a sum of a length, done in steps, is divided, and how long each is: more than one where there
+    are few programs.
+    """
     steps = blocks(length, step)
     wanted = min(blocks(ENOUGH_PROGRAMS, max(1, programs)), steps // LEAST_STEPS)
     chunk = blocks(steps, max(1, wanted)) * step
@@ -53,7 +55,9 @@ def divide(programs: int, length: int, step: int) -> tuple[int, int]:
 
 
 @planned
-def plan_product(dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape, whole: bool) -> tuple[Plan, ...]:
+def plan_product(
+    dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape, whole: bool
+) -> tuple[Plan, ...]:
     """For a product of two arrays; unless it must be whole, its sums may be divided into parts."""
     leading = np.broadcast_shapes(x_shape[:-2], y_shape[:-2])
     (m, k), n = x_shape[-2:], y_shape[-1]

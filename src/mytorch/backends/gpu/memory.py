@@ -7,7 +7,17 @@ import torch
 
 from mytorch.backends.base import Key, Shape
 from mytorch.backends.gpu.kernels_elementwise import mytorch_copy_kernel, mytorch_fill_kernel
-from mytorch.backends.gpu.launcher import TORCH_TYPES, Array, Launcher, Plan, collapsed, plan_elements, plan_whole, planned, readable
+from mytorch.backends.gpu.launcher import (
+    TORCH_TYPES,
+    Array,
+    Launcher,
+    Plan,
+    collapsed,
+    plan_elements,
+    plan_whole,
+    planned,
+    readable,
+)
 from mytorch.dtypes import DType
 
 # Integers as wide as a type, by its size in bytes.
@@ -19,7 +29,9 @@ def plan_copy(dtype: torch.dtype, shape: Shape, source: Shape, strides: Shape) -
     """From memory of some strides to memory of others, which has a type."""
     sizes, (x_strides, out_strides) = collapsed(shape, source, strides)
     named = {"NDIM": len(sizes), "AS_BOOL": dtype == torch.bool}
-    return plan_elements(mytorch_copy_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, out_strides=out_strides, **named)
+    return plan_elements(
+        mytorch_copy_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, out_strides=out_strides, **named
+    )
 
 
 class Memory(Launcher):

@@ -21,8 +21,17 @@ def plan_step(name: str, shape: Shape, dtype: torch.dtype) -> Plan:
 class Optimiser(Memory):
     """The protocol's optimisers."""
 
-    def sgd_(self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
-        self._step("sgd", {"x": x, "velocity": velocity}, grad, lr=float(lr), momentum=float(momentum), weight_decay=float(weight_decay))
+    def sgd_(
+        self, x: Array, grad: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        self._step(
+            "sgd",
+            {"x": x, "velocity": velocity},
+            grad,
+            lr=float(lr),
+            momentum=float(momentum),
+            weight_decay=float(weight_decay),
+        )
 
     def adam_(
         self,
@@ -53,6 +62,8 @@ class Optimiser(Memory):
     def _step(self, name: str, changed: dict[str, Any], grad: Array, **numbers: float) -> None:
         """Launch a kernel on memory in C order; what is not so is copied, and the result copied back."""
         copies = {where: self.copy(x) for where, x in changed.items() if x is not None and not x.is_contiguous()}
-        self._launch(plan_step(name, grad.shape, grad.dtype), grad=self.contiguous(grad), **(changed | copies), **numbers)
+        self._launch(
+            plan_step(name, grad.shape, grad.dtype), grad=self.contiguous(grad), **(changed | copies), **numbers
+        )
         for where, found in copies.items():
             self.copy_(changed[where], found)

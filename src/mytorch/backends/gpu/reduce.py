@@ -26,7 +26,13 @@ TILE = 2048
 LONGEST_ROW, WIDEST_COLUMNS = 1024, 64
 # A part of a divided reduction has at least so many steps; with 8, the second pass is the last.
 LEAST_STEPS = 8
-LOWEST = {torch.float16: float("-inf"), torch.float32: float("-inf"), torch.float64: float("-inf"), torch.int64: -(2**63), torch.bool: 0}
+LOWEST = {
+    torch.float16: float("-inf"),
+    torch.float32: float("-inf"),
+    torch.float64: float("-inf"),
+    torch.int64: -(2**63),
+    torch.bool: 0,
+}
 
 
 class Tiles(NamedTuple):
@@ -52,7 +58,14 @@ def choose_tiles(n_kept: int, n: int, along_rows: bool) -> Tiles:
 
 @planned
 def plan_reduction(
-    shape: Shape, strides: Shape, axes: Shape, keepdims: bool, dtype: torch.dtype, result: torch.dtype, lowest: float | None, divisor: float | None
+    shape: Shape,
+    strides: Shape,
+    axes: Shape,
+    keepdims: bool,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    lowest: float | None,
+    divisor: float | None,
 ) -> tuple[Plan, ...]:
     """For `_reduce`, of an array of a type into a result of another: one launch after the other."""
     kept = [i for i in range(len(shape)) if i not in axes]
@@ -90,19 +103,29 @@ def plan_reduction(
     }
     if parts == 1:
         return (plan_launch(mytorch_reduce_kernel, n_tiles, fixed, out, result),)
-    return joined(plan_launch(mytorch_reduce_kernel, n_tiles * parts, fixed, (parts, *out), into), result, lowest, divisor)
+    return joined(
+        plan_launch(mytorch_reduce_kernel, n_tiles * parts, fixed, (parts, *out), into), result, lowest, divisor
+    )
 
 
-def joined(first: Plan, dtype: torch.dtype, lowest: float | None = None, divisor: float | None = None) -> tuple[Plan, ...]:
-    """A launch that writes parts of a result along the first axis, and those that make the result, in a type, of them."""
+def joined(
+    first: Plan, dtype: torch.dtype, lowest: float | None = None, divisor: float | None = None
+) -> tuple[Plan, ...]:
+    """A launch that writes parts of a result along the first axis, and those that make the result, in a
+    type, of them.
+    """
     shape = first.shape[1:]
     n = math.prod(shape)
     *others, last = plan_reduction((first.shape[0], n), (n, 1), (0,), False, first.dtype, dtype, lowest, divisor)
     return first, *others, last._replace(shape=shape)
 
 
-def plan_parts(kernel: Any, programs: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype, parts: int) -> tuple[Plan, ...]:
-    """For a kernel whose sums are divided into parts, with so many programs a part, and a result of a shape and type."""
+def plan_parts(
+    kernel: Any, programs: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype, parts: int
+) -> tuple[Plan, ...]:
+    """For a kernel whose sums are divided into parts, with so many programs a part, and a result of a
+    shape and type.
+    """
     if parts == 1:
         return (plan_launch(kernel, programs, fixed, tuple(shape), dtype),)
     return joined(plan_launch(kernel, programs * parts, fixed, (parts, *shape), wide(dtype)), dtype)
@@ -121,6 +144,16 @@ class Reduce(Launcher):
         """Results, in a type, from parts of them along the first axis, added in a fixed order."""
         return self._reduce(parts, (0,), False, dtype, None)
 
-    def _reduce(self, x: Array, axes: Shape, keepdims: bool, dtype: torch.dtype, lowest: float | None, divisor: float | None = None) -> Array:
+    def _reduce(
+        self,
+        x: Array,
+        axes: Shape,
+        keepdims: bool,
+        dtype: torch.dtype,
+        lowest: float | None,
+        divisor: float | None = None,
+    ) -> Array:
         """The largest where a lowest value is given, else the sum, divided; in as many passes as it takes."""
-        return self._results(plan_reduction(x.shape, x.stride(), axes, keepdims, x.dtype, dtype, lowest, divisor), x=readable(x))
+        return self._results(
+            plan_reduction(x.shape, x.stride(), axes, keepdims, x.dtype, dtype, lowest, divisor), x=readable(x)
+        )

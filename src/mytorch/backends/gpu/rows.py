@@ -24,10 +24,17 @@ COLUMNS, COLUMN_ROWS = 64, 32
 
 
 def rows_of(shape: Shape, strides: Shape, prefix: str = "") -> dict[str, Any]:
-    """Where an array's rows lie, as kernels take it: the axes before the last, collapsed, their strides, and that of the last."""
+    """Where an array's rows lie, as kernels take it: the axes before the last, collapsed, their strides, and that of
+    the last.
+    """
     sizes, (steps,) = collapsed(shape[:-1], strides[:-1])
     whose = prefix or "x_"
-    return {f"{prefix}sizes": sizes, f"{whose}strides": steps, f"{whose}stride": strides[-1], f"{prefix.upper()}NDIM": len(sizes)}
+    return {
+        f"{prefix}sizes": sizes,
+        f"{whose}strides": steps,
+        f"{whose}stride": strides[-1],
+        f"{prefix.upper()}NDIM": len(sizes),
+    }
 
 
 def plan_rows(kernel: Any, shape: Shape, dtype: torch.dtype, **fixed: Any) -> Plan:
@@ -37,7 +44,9 @@ def plan_rows(kernel: Any, shape: Shape, dtype: torch.dtype, **fixed: Any) -> Pl
     block_n = min(power_of_2(length), TILE)
     block_r = min(power_of_2(n_rows), max(1, TILE // 2 // block_n))
     fixed |= {"n_rows": n_rows, "N": length, "ACC": ACCUMULATORS[dtype], "BLOCK_R": block_r, "BLOCK_N": block_n}
-    return plan_launch(kernel, blocks(n_rows, block_r), fixed | {"num_warps": 8 if block_n > 1024 else 4}, tuple(shape), dtype)
+    return plan_launch(
+        kernel, blocks(n_rows, block_r), fixed | {"num_warps": 8 if block_n > 1024 else 4}, tuple(shape), dtype
+    )
 
 
 @planned
@@ -90,9 +99,15 @@ class Rows(Reduce, Memory):
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
         mean, rstd = (self._empty(x.shape[:-1], wide(x.dtype)) for _ in range(2))
         plan = plan_layer_norm(x.dtype, x.shape, x.stride(), eps)
-        return self._result(plan, x=x, weight=self.contiguous(weight), bias=self.contiguous(bias), mean=mean, rstd=rstd), mean, rstd
+        return (
+            self._result(plan, x=x, weight=self.contiguous(weight), bias=self.contiguous(bias), mean=mean, rstd=rstd),
+            mean,
+            rstd,
+        )
 
-    def layer_norm_grad(self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
+    def layer_norm_grad(
+        self, grad: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
         rows, columns = plan_layer_norm_grad(x.dtype, x.shape, grad.stride(), x.stride())
         given = {"grad": grad, "x": x, "mean": self.contiguous(mean), "rstd": self.contiguous(rstd)}
         out = self._result(rows, weight=self.contiguous(weight), **given)

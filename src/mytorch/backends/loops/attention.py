@@ -1,7 +1,9 @@
-"""Attention, a tile of queries or of keys at a time: no array has an axis of queries and one of keys but a tile of scores.
+"""Attention, a tile of queries or of keys at a time: no array has an axis of queries and one of keys but a tile of
+scores.
 
-Forward and dQ keep a tile of queries in the lanes of vectors and go over the keys, dK and dV keep a tile of keys and go over the queries. So what
-softmax does to a row is done lane by lane, and the side that is gone over is read where it lies, by offsets.
+Forward and dQ keep a tile of queries in the lanes of vectors and go over the keys, dK and dV keep a tile of keys and go
+over the queries. So what softmax does to a row is done lane by lane, and the side that is gone over is read where it
+lies, by offsets.
 """
 
 import math
@@ -35,7 +37,9 @@ def fill(x, value):
 
 @private
 def load_turned(x, b, start, h, scale, out):
-    """Tokens from start on of one head of `x [B, H, T, D]` into `out [D, lanes]`, times a scale; 0 where there are none."""
+    """Tokens from start on of one head of `x [B, H, T, D]` into `out [D, lanes]`, times a scale; 0 where there are
+    none.
+    """
     for lane in range(out.shape[1]):
         inside = start + lane < x.shape[2]
         for d in range(x.shape[3]):
@@ -52,7 +56,9 @@ def store_turned(acc, scale, b, start, h, out):
 
 @private
 def products(x, b, start, h, right, out):
-    """`out [tokens, lanes] = x[b, h, start:] @ right [D, lanes]`; returns how many tokens there are, the rows behind them mean nothing."""
+    """`out [tokens, lanes] = x[b, h, start:] @ right [D, lanes]`; returns how many tokens there are, the rows behind
+    them mean nothing.
+    """
     count, channels = min(_TOKENS, x.shape[2] - start), x.shape[3]
     fill(out, 0)
     multiply(x[b, h, start:].reshape(-1), offsets(count, channels), offsets(channels, 1)[:channels], right, out)
@@ -71,7 +77,9 @@ def hide(scores, count, first_query, first_key, shift, queries_in_lanes):
     """-inf where the key comes after what its query sees: key j is seen by query i where j <= i + shift."""
     for r in range(count):
         for lane in range(scores.shape[1]):
-            query, key = (first_query + lane, first_key + r) if queries_in_lanes else (first_query + r, first_key + lane)
+            query, key = (
+                (first_query + lane, first_key + r) if queries_in_lanes else (first_query + r, first_key + lane)
+            )
             if key > query + shift:
                 scores[r, lane] = -np.inf
 
@@ -84,7 +92,9 @@ def finite(x):
 
 @private
 def online_softmax(scores, count, top, total, factor, acc):
-    """Scores become weights below the largest so far; what was summed before, in total and acc, is scaled to it by a factor."""
+    """Scores become weights below the largest so far; what was summed before, in total and acc, is scaled to it by a
+    factor.
+    """
     # As a constant, it makes the inner loops a few instructions each.
     lanes = 2 * VECTOR_BYTES // scores.itemsize
     for lane in range(lanes):

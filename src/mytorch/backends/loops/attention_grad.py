@@ -1,8 +1,20 @@
-"""The gradients of attention: dQ a tile of queries at a time, dK and dV a tile of keys at a time, so that nothing is added to from two sides."""
+"""The gradients of attention: dQ a tile of queries at a time, dK and dV a tile of keys at a time, so that nothing is
+added to from two sides.
+"""
 
 import numpy as np
 
-from mytorch.backends.loops.attention import _TOKENS, add_products, fill, finite, hide, load_turned, offsets, products, store_turned
+from mytorch.backends.loops.attention import (
+    _TOKENS,
+    add_products,
+    fill,
+    finite,
+    hide,
+    load_turned,
+    offsets,
+    products,
+    store_turned,
+)
 from mytorch.backends.loops.compiled import prange, private, threaded
 from mytorch.backends.loops.functions import exp, like
 from mytorch.backends.loops.tiles import VECTOR_BYTES
@@ -36,7 +48,11 @@ def by_queries_part(part, parts, grad, q, k, v, lse, delta, causal, scale, dq):
     tiles, shift, group = (queries + lanes - 1) // lanes, keys - queries, heads // k.shape[1]
     turned, grad_turned = np.empty((q.shape[3], lanes), q.dtype), np.empty((v.shape[3], lanes), q.dtype)
     scores, slopes = np.empty((_TOKENS, lanes), q.dtype), np.empty((_TOKENS, lanes), q.dtype)
-    acc, lse_, delta_ = np.empty((len(offsets(q.shape[3], 1)), lanes), q.dtype), np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    acc, lse_, delta_ = (
+        np.empty((len(offsets(q.shape[3], 1)), lanes), q.dtype),
+        np.zeros(lanes, q.dtype),
+        np.zeros(lanes, q.dtype),
+    )
     scale_ = like(q[0, 0, 0, 0], scale)
     for task in range(part, len(q) * heads * tiles, parts):
         b, h, i = task // tiles // heads, task // tiles % heads, task % tiles * lanes
@@ -57,7 +73,9 @@ def by_queries_part(part, parts, grad, q, k, v, lse, delta, causal, scale, dq):
 
 @threaded
 def by_queries(grad, q, k, v, lse, delta, causal, scale, parts, dq):
-    """dQ `[B, Tq, H, D]`, of arrays with heads before tokens; lse and delta (the sum of grad times output) are `[B, H, Tq]`."""
+    """dQ `[B, Tq, H, D]`, of arrays with heads before tokens; lse and delta (the sum of grad times output) are
+    `[B, H, Tq]`.
+    """
     for part in prange(parts):
         by_queries_part(np.int64(part), parts, grad, q, k, v, lse, delta, causal, scale, dq)
 
@@ -70,7 +88,10 @@ def by_keys_part(part, parts, grad, q, k, v, lse, delta, causal, scale, dk, dv):
     tiles, shift, group = (keys + lanes - 1) // lanes, keys - queries, q.shape[1] // heads
     k_turned, v_turned = np.empty((k.shape[3], lanes), q.dtype), np.empty((v.shape[3], lanes), q.dtype)
     scores, slopes = np.empty((_TOKENS, lanes), q.dtype), np.empty((_TOKENS, lanes), q.dtype)
-    acc_k, acc_v = np.empty((len(offsets(k.shape[3], 1)), lanes), q.dtype), np.empty((len(offsets(v.shape[3], 1)), lanes), q.dtype)
+    acc_k, acc_v = (
+        np.empty((len(offsets(k.shape[3], 1)), lanes), q.dtype),
+        np.empty((len(offsets(v.shape[3], 1)), lanes), q.dtype),
+    )
     scale_ = like(q[0, 0, 0, 0], scale)
     for task in range(part, len(k) * heads * tiles, parts):
         b, h, j = task // tiles // heads, task // tiles % heads, task % tiles * lanes

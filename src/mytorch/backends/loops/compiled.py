@@ -13,7 +13,9 @@ __all__ = ["bounds", "prange", "private", "threaded"]
 
 @contextlib.contextmanager
 def _waiting_without_spinning() -> Iterator[None]:
-    """OpenMP reads this variable once, when it is loaded: threads that spin between two loops would hold the cores that BLAS's threads need."""
+    """OpenMP reads this variable once, when it is loaded: threads that spin between two loops would hold the cores that
+    BLAS's threads need.
+    """
     name = "OMP_WAIT_POLICY"
     given = os.environ.get(name)
     os.environ.setdefault(name, "passive")
@@ -43,11 +45,16 @@ _FLAGS = {"contract", "reassoc", "nsz"}
 
 threaded = njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
 # Called by compiled functions only.
-private = njit(cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+private = njit(
+    cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 @private
 def bounds(part, parts, count):
-    """Where a part of `count` things starts and stops. Numba's threads number parts without a sign, and that times a length would be a float."""
+    """Where a part of `count` things starts and stops.
+
+    Numba's threads number parts without a sign, and that times a length would be a float.
+    """
     part = np.int64(part)
     return part * count // parts, (part + 1) * count // parts

@@ -1,7 +1,7 @@
 """Element by element, flat arrays in as many parts as there are threads.
 
-One compiled function serves all operations by number, each with a loop of its own: numba takes half a second to compile a threaded function, and
-a few milliseconds for a loop in it.
+One compiled function serves all operations by number, each with a loop of its own: numba takes half a second to compile
+a threaded function, and a few milliseconds for a loop in it.
 """
 
 import math
@@ -12,8 +12,34 @@ from mytorch.backends.loops.functions import exp, gelu, gelu_grad, like, sigmoid
 UNARY = ("neg", "exp", "sqrt", "tanh", "relu", "gelu", "silu", "sigmoid")
 _NEG, _EXP, _SQRT, _TANH, _RELU, _GELU, _SILU, _SIGMOID = range(len(UNARY))
 # The first six also take one number for many, the second or, by the names with "from", the first.
-BINARY = ("add", "sub", "mul", "div", "sub from", "div from", "sqrt_grad", "tanh_grad", "relu_grad", "gelu_grad", "silu_grad", "sigmoid_grad")
-_ADD, _SUB, _MUL, _DIV, _SUB_FROM, _DIV_FROM, _SQRT_GRAD, _TANH_GRAD, _RELU_GRAD, _GELU_GRAD, _SILU_GRAD, _SIGMOID_GRAD = range(len(BINARY))
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "sub from",
+    "div from",
+    "sqrt_grad",
+    "tanh_grad",
+    "relu_grad",
+    "gelu_grad",
+    "silu_grad",
+    "sigmoid_grad",
+)
+(
+    _ADD,
+    _SUB,
+    _MUL,
+    _DIV,
+    _SUB_FROM,
+    _DIV_FROM,
+    _SQRT_GRAD,
+    _TANH_GRAD,
+    _RELU_GRAD,
+    _GELU_GRAD,
+    _SILU_GRAD,
+    _SIGMOID_GRAD,
+) = range(len(BINARY))
 
 
 @private
@@ -142,7 +168,9 @@ def binary_part(operation, x, y, length, step, single, start, stop, out):
 
 @threaded
 def binary(operation, x, y, length, step, single, parts, out):
-    """One of BINARY: x in segments of a length, segment i beside `y[i * step]`, which serves all of it (single) or is the first of as many."""
+    """One of BINARY: x in segments of a length, segment i beside `y[i * step]`, which serves all of it (single) or is
+    the first of as many.
+    """
     for part in prange(parts):
         start, stop = bounds(part, parts, len(x))
         binary_part(operation, x, y, length, step, single, start, stop, out)

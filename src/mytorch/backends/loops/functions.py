@@ -1,4 +1,6 @@
-"""Functions of one number, written so that loops over arrays of fp32 become vector instructions; in fp64 exp and tanh are the C library's."""
+"""Functions of one number, written so that loops over arrays of fp32 become vector instructions; in fp64 exp and tanh
+are the C library's.
+"""
 
 import math
 
@@ -7,7 +9,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-# Reordering would undo the reduction of exp's argument, which takes two steps to be exact; a loop with a call in it is not vectorised.
+# Reordering would undo the reduction of exp's argument, which takes two steps to be exact; a loop with a call in it is
+# not vectorised.
 _OPTIONS = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
 _exact = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 

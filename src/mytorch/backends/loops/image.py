@@ -1,8 +1,9 @@
 """Convolution and pooling, an image or a part of the batch a thread.
 
-A convolution is a matrix product whose left side is never built: pixel p of the result and tap k of the window meet at `image[pixels[p] + taps[k]]`
-of an image with a border of zeros, so the product takes two lists of offsets. Which list is the rows' and which is summed over tells the result
-from the weight's gradient; the input's gradient is a convolution of the incoming one, spread apart by the stride, with the weight turned round.
+A convolution is a matrix product whose left side is never built: pixel p of the result and tap k of the window meet at
+`image[pixels[p] + taps[k]]` of an image with a border of zeros, so the product takes two lists of offsets. Which list
+is the rows' and which is summed over tells the result from the weight's gradient; the input's gradient is a convolution
+of the incoming one, spread apart by the stride, with the weight turned round.
 """
 
 import numpy as np
@@ -50,8 +51,8 @@ def convolve_part(start, stop, images, spread, corner, size, weight, bias, pixel
 def convolve(images, spread, corner, size, weight, bias, pixels, taps, ranges, parts, out):
     """`out [B, O, P]` of images set into planes of a size.
 
-    weight is `[taps, whole vectors]`, bias as wide, pixels are filled up to whole ROWS, and of these each has a range of taps, for the first and
-    the last rows of the window may see nothing but the border.
+    weight is `[taps, whole vectors]`, bias as wide, pixels are filled up to whole ROWS, and of these each has a range
+    of taps, for the first and the last rows of the window may see nothing but the border.
     """
     for part in prange(parts):
         start, stop = bounds(part, parts, len(images))
@@ -77,7 +78,9 @@ def convolve_weight_part(start, stop, images, corner, size, grad, pixels, taps, 
 
 @threaded
 def convolve_weight(images, corner, size, grad, pixels, taps, out):
-    """`out [parts, taps, whole vectors]`: each part of the batch adds up a weight gradient of its own; taps are filled up to whole ROWS."""
+    """`out [parts, taps, whole vectors]`: each part of the batch adds up a weight gradient of its own; taps are filled
+    up to whole ROWS.
+    """
     for part in prange(len(out)):
         start, stop = bounds(part, len(out), len(images))
         convolve_weight_part(start, stop, images, corner, size, grad, pixels, taps, out[part])

@@ -29,10 +29,18 @@ def sgd(x, grad, velocity, lr, momentum, weight_decay, parts):
 
 @threaded
 def adam(x, grad, first, second, shrink, decay, keep_first, keep_second, rate, correction, eps, parts):
-    """x shrinks by a factor before the step; correction divides the second moment, and the first one's is in the rate."""
+    """x shrinks by a factor before the step; correction divides the second moment, and the first one's is
+    in the rate.
+    """
     for part in prange(parts):
         one = like(x[0], 1)
-        shrink_, decay_, rate_, correction_, eps_ = like(one, shrink), like(one, decay), like(one, rate), like(one, correction), like(one, eps)
+        shrink_, decay_, rate_, correction_, eps_ = (
+            like(one, shrink),
+            like(one, decay),
+            like(one, rate),
+            like(one, correction),
+            like(one, eps),
+        )
         move_first, move_second = like(one, 1 - keep_first), like(one, 1 - keep_second)
         start, stop = bounds(part, parts, len(x))
         for i in range(start, stop):

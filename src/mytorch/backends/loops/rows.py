@@ -1,4 +1,6 @@
-"""What takes a row at a time: softmax, its logarithm, layer norm, and their gradients. x is `[rows, columns]`, rows are shared out to threads."""
+"""What takes a row at a time: softmax, its logarithm, layer norm, and their gradients. x is `[rows, columns]`, rows are
+shared out to threads.
+"""
 
 import math
 
@@ -12,7 +14,9 @@ _LANES = 64
 
 @private
 def largest(x, row, lanes):
-    """The largest of a row, NaN left out (it comes back through the sum); one candidate a lane, so that lanes are compared at once."""
+    """The largest of a row, NaN left out (it comes back through the sum); one candidate a lane, so that lanes are
+    compared at once.
+    """
     columns = x.shape[1]
     for i in range(_LANES):
         lanes[i] = -np.inf
@@ -39,7 +43,8 @@ def softmax(x, logarithm, parts, out):
             top = largest(x, row, lanes)
             total = like(top, 0)
             if logarithm:
-                # Stored between the two differences: in one expression they would be taken in another order, which loses digits.
+                # Stored between the two differences: in one expression they would be taken in another order, which
+                # loses digits.
                 for c in range(columns):
                     out[row, c] = x[row, c] - top
                     total += exp(out[row, c])

@@ -1,6 +1,7 @@
 """The one inner loop of convolution and attention: a small matrix product kept in vector registers.
 
-Numba cannot say "these 8 x 2 vectors stay in registers", so this file says it in LLVM's language, which fits it to any processor.
+Numba cannot say "these 8 x 2 vectors stay in registers", so this file says it in LLVM's language, which fits it to any
+processor.
 """
 
 import numpy as np
@@ -12,7 +13,8 @@ from numba.extending import intrinsic
 from mytorch.backends.loops.compiled import private
 
 _AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))
-# With 32 registers of 64 bytes, 8 rows of 2 vectors leave room for the operands; otherwise there are 16 of 32 bytes, or 32 of 16.
+# With 32 registers of 64 bytes, 8 rows of 2 vectors leave room for the operands; otherwise there are 16 of 32 bytes, or
+# 32 of 16.
 VECTOR_BYTES, ROWS = (64, 8) if _AVX512 else (32, 4)
 
 
@@ -28,7 +30,9 @@ def _pointer(builder, array, strides, index):
 
 
 def _tile_of(vectors):
-    """A function that adds to `out [ROWS, vectors of lanes]` the product of gathered `a [ROWS, K]` and `b [K, vectors of lanes]`."""
+    """A function that adds to `out [ROWS, vectors of lanes]` the product of gathered `a [ROWS, K]` and
+    `b [K, vectors of lanes]`.
+    """
 
     @intrinsic
     def tile(typing, a, rows, steps, b, out):
@@ -39,7 +43,8 @@ def _tile_of(vectors):
             element = context.get_value_type(a.dtype)
             vector = ir.VectorType(element, VECTOR_BYTES * 8 // a.dtype.bitwidth)
             a_, rows_, steps_, b_, out_ = (
-                context.make_array(kind)(context, builder, value) for kind, value in zip(signature.args, arguments, strict=True)
+                context.make_array(kind)(context, builder, value)
+                for kind, value in zip(signature.args, arguments, strict=True)
             )
             b_strides, out_strides = (cgutils.unpack_tuple(builder, x.strides) for x in (b_, out_))
             size = a.dtype.bitwidth // 8
@@ -64,9 +69,13 @@ def _tile_of(vectors):
                 row = _pointer(builder, b_, b_strides, loop.index)
                 right = [builder.load(place(row, i), align=size) for i in range(vectors)]
                 for start, totals in zip(starts, sums, strict=True):
-                    one = builder.insert_element(ir.Constant(vector, ir.Undefined), builder.load(builder.gep(start, [step])), ir.IntType(32)(0))
+                    one = builder.insert_element(
+                        ir.Constant(vector, ir.Undefined), builder.load(builder.gep(start, [step])), ir.IntType(32)(0)
+                    )
                     left = builder.shuffle_vector(
-                        one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+                        one,
+                        ir.Constant(vector, ir.Undefined),
+                        ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None),
                     )
                     for y, total in zip(right, totals, strict=True):
                         builder.store(product(left, y, builder.load(total)), total)

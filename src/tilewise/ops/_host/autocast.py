@@ -12,7 +12,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def autocasting(function: Function) -> Function:
-    """Inside torch.autocast, call `function` with its floating tensors in autocast's dtype (fp64 ones stay) and with autocast off.
+    """Inside torch.autocast, call `function` with its floating tensors in autocast's dtype (fp64 ones stay) and with
+    autocast off.
 
     So what an operator computes in fp32 stays in fp32. The first tensor tells the device.
     """
@@ -28,7 +29,9 @@ def autocasting(function: Function) -> Function:
         dtype = torch.get_autocast_dtype(device)
 
         def cast(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+            return (
+                x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+            )
 
         with torch.autocast(device, enabled=False):
             return function(*map(cast, arguments), **{name: cast(x) for name, x in named.items()})

@@ -21,7 +21,9 @@ MINIMUM_CAPABILITY = (8, 0)
 # Triton decides when a kernel is defined, so once for a process.
 HAS_TRITON = triton is not None
 # By a function of Triton's own: the variable may have been set or unset since.
-_INTERPRETING = HAS_TRITON and any(type(x).__name__ == "InterpretedFunction" for x in vars(triton.language.standard).values())
+_INTERPRETING = HAS_TRITON and any(
+    type(x).__name__ == "InterpretedFunction" for x in vars(triton.language.standard).values()
+)
 
 
 def interpreting() -> bool:
@@ -30,7 +32,10 @@ def interpreting() -> bool:
 
 
 def resolve_backend(requested: str | None, device: torch.device) -> str:
-    """The backend to use: the one asked for (argument, then TILEWISE_BACKEND), else by device. It runs or raises; it never falls back."""
+    """The backend to use: the one asked for (argument, then TILEWISE_BACKEND), else by device.
+
+    It runs or raises; it never falls back.
+    """
     # Only what is explained has tensors there: torch.compile sees no context variable.
     found = _explained.get() if device.type == "meta" else None
     device = device if found is None else found.device
@@ -42,7 +47,10 @@ def resolve_backend(requested: str | None, device: torch.device) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}: expected one of {', '.join(BACKENDS)}")
     if name == "cpu" and device.type != "cpu":
-        raise ValueError(f"{source} is 'cpu' and the tensors are on {device}: move them to the CPU, or leave {source} out to use 'triton'")
+        raise ValueError(
+            f"{source} is 'cpu' and the tensors are on {device}: move them to the CPU, or leave {source} out to use"
+            " 'triton'"
+        )
     if name == "triton":
         _check_triton(device, source)
     if found is not None:
@@ -53,21 +61,26 @@ def resolve_backend(requested: str | None, device: torch.device) -> str:
 def _check_triton(device: torch.device, source: str) -> None:
     if not HAS_TRITON:
         raise ImportError(
-            f"{source} is 'triton', for tensors on {device}, and triton cannot be imported: install it (`pip install triton` "
-            "on Linux), or use backend='cpu' for tensors on the CPU, or backend='reference' anywhere"
+            f"{source} is 'triton', for tensors on {device}, and triton cannot be imported: install it (`pip install"
+            " triton` on Linux), or use backend='cpu' for tensors on the CPU, or backend='reference' anywhere"
         )
     if device.type == "cpu":
         if not interpreting():
             raise ValueError(
-                f"{source} is 'triton' and the tensors are on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported "
-                "to interpret the kernels, or use backend='cpu'"
+                f"{source} is 'triton' and the tensors are on the CPU: move them to a GPU, or set TRITON_INTERPRET=1"
+                " before triton is imported to interpret the kernels, or use backend='cpu'"
             )
     elif device.type == "cuda":
         if interpreting() and _as_if.get() is None:
-            raise ValueError(f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move them to the CPU")
+            raise ValueError(
+                f"the tensors are on {device} and TRITON_INTERPRET=1 interprets kernels on the CPU: unset it, or move"
+                " them to the CPU"
+            )
     elif device.type != "meta" or not observed():
         # Without data nothing runs; launches of such tensors can be collected all the same.
-        raise ValueError(f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere")
+        raise ValueError(
+            f"the tensors are on {device}: tilewise runs on CUDA GPUs and CPUs; use backend='reference' elsewhere"
+        )
 
 
 # Of a context: a thread's, or a task's. Others are not touched.
@@ -76,7 +89,9 @@ _as_if: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_as
 
 @contextlib.contextmanager
 def as_if_on(architecture: int) -> Iterator[None]:
-    """Inside, `architecture` says this one in this context, whatever the device: for launches that are compiled and not run."""
+    """Inside, `architecture` says this one in this context, whatever the device: for launches that are compiled and not
+    run.
+    """
     token = _as_if.set(architecture)
     try:
         yield
@@ -167,7 +182,9 @@ _watched: contextvars.ContextVar[bool] = contextvars.ContextVar("tilewise_watche
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Inside, this context's allocations go through torch's functions, one by one, where a watch over fresh memory sees them."""
+    """Inside, this context's allocations go through torch's functions, one by one, where a watch over fresh memory sees
+    them.
+    """
     token = _watched.set(True)
     try:
         yield
@@ -181,7 +198,9 @@ def watched() -> bool:
 
 
 def asked() -> contextvars.Context | None:
-    """What this context asked for, to be carried to a backward, which torch runs in a thread of its own; None where it asked for nothing."""
+    """What this context asked for, to be carried to a backward, which torch runs in a thread of its own; None where it
+    asked for nothing.
+    """
     return contextvars.copy_context() if observed() or _watched.get() else None
 
 

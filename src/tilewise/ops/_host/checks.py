@@ -25,10 +25,14 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
-def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, layout: str = "", offsets: str = "cu_seqlens_q") -> list[torch.Size]:
-    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where packed; returns the shapes.
+def check_attention_tensors(
+    tensors: Mapping[str, torch.Tensor], packed: bool, layout: str = "", offsets: str = "cu_seqlens_q"
+) -> list[torch.Size]:
+    """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where
+    packed; returns the shapes.
 
-    `layout` stands in messages where dense tensors lie otherwise, and `offsets` is what the packed ones' offsets are called.
+    `layout` stands in messages where dense tensors lie otherwise, and `offsets` is what the packed ones' offsets are
+    called.
     """
     shapes = []
     rank = 3 if packed else 4
@@ -42,10 +46,18 @@ def check_attention_tensors(tensors: Mapping[str, torch.Tensor], packed: bool, l
         shape = x.shape
         shapes.append(shape)
         if len(shape) != rank:
-            usual = f"[N, H, D], packed, since {offsets} is given" if packed else f"[B, T, H, D] (give {offsets} for packed [N, H, D])"
-            raise ValueError(f"{name} has {len(shape)} dimensions: expected {layout or usual} (got shape {list(shape)})")
+            usual = (
+                f"[N, H, D], packed, since {offsets} is given"
+                if packed
+                else f"[B, T, H, D] (give {offsets} for packed [N, H, D])"
+            )
+            raise ValueError(
+                f"{name} has {len(shape)} dimensions: expected {layout or usual} (got shape {list(shape)})"
+            )
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')")
+            raise TypeError(
+                f"{name} is {x.dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')"
+            )
         if x.dtype != dtype:
             raise TypeError(f"{name} is {x.dtype} and {first_name} is {dtype}: convert them to one dtype")
         if x.device != device:
@@ -71,38 +83,54 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -
     check_fit(tensors, check_attention_tensors(tensors, packed), packed)
 
 
-def check_fit(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size], packed: bool, heads_axis: int = -2) -> None:
+def check_fit(
+    tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size], packed: bool, heads_axis: int = -2
+) -> None:
     """Heads, channels, batch and lengths of queries, keys and, where there is a third, values, in this order."""
     shape_q, shape_k, *shapes_v = shapes
     name_q, name_k, *names_v = tensors
     if shape_k[-1] != shape_q[-1]:
-        raise ValueError(f"{name_k} has {shape_k[-1]} channels and {name_q} has {shape_q[-1]}: they must be equal (got shapes {shapes_of(tensors)})")
+        raise ValueError(
+            f"{name_k} has {shape_k[-1]} channels and {name_q} has {shape_q[-1]}: they must be equal (got shapes"
+            f" {shapes_of(tensors)})"
+        )
     if shapes_v and shapes_v[0][:-1] != shape_k[:-1]:
-        raise ValueError(f"{names_v[0]} and {name_k} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
+        raise ValueError(
+            f"{names_v[0]} and {name_k} must agree in all but the last axis (got shapes {shapes_of(tensors)})"
+        )
     if not packed and shape_k[0] != shape_q[0]:
-        raise ValueError(f"{name_k} has batch {shape_k[0]} and {name_q} has batch {shape_q[0]}: they must be equal (got shapes {shapes_of(tensors)})")
+        raise ValueError(
+            f"{name_k} has batch {shape_k[0]} and {name_q} has batch {shape_q[0]}: they must be equal (got shapes"
+            f" {shapes_of(tensors)})"
+        )
     heads_q, heads_k = plain(shape_q[heads_axis]), plain(shape_k[heads_axis])
     if heads_q == 0 or heads_k == 0 or heads_q % heads_k != 0:
         raise ValueError(
-            f"{name_k} has {heads_k} heads and {name_q} has {heads_q}: {name_q}'s heads must be a multiple of {name_k}'s "
-            f"(got shapes {shapes_of(tensors)})"
+            f"{name_k} has {heads_k} heads and {name_q} has {heads_q}: {name_q}'s heads must be a multiple of"
+            f" {name_k}'s (got shapes {shapes_of(tensors)})"
         )
 
 
 def check_one_length(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size]) -> None:
-    """Queries, keys and further tensors, in this order, over the same tokens and heads: keys of the queries' shape, the rest of any channels."""
+    """Queries, keys and further tensors, in this order, over the same tokens and heads: keys of the queries' shape, the
+    rest of any channels.
+    """
     shape_q, shape_k, *further = shapes
     name_q, name_k, *names = tensors
     if shape_k != shape_q:
         raise ValueError(f"{name_k} and {name_q} must have the same shape (got shapes {shapes_of(tensors)})")
     for name, shape in zip(names, further, strict=True):
         if shape[:-1] != shape_q[:-1]:
-            raise ValueError(f"{name} and {name_q} must agree in all but the last axis (got shapes {shapes_of(tensors)})")
+            raise ValueError(
+                f"{name} and {name_q} must agree in all but the last axis (got shapes {shapes_of(tensors)})"
+            )
     if plain(shape_q[-2]) == 0:
         raise ValueError(f"{name_q} has no heads: expected at least 1 (got shapes {shapes_of(tensors)})")
 
 
-def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+def check_beside(
+    x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, ...], axes: str, name_q: str = "q"
+) -> None:
     """A gate or a factor: q's dtype or float32, on q's device, of this shape, whose axes are called `axes`."""
     if not isinstance(x, TENSORS):
         raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor {axes}")
@@ -111,7 +139,9 @@ def check_beside(x: torch.Tensor, name: str, q: torch.Tensor, shape: tuple[int, 
     check_place(x, name, q.device, shape, axes, name_q)
 
 
-def check_indices_tensor(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+def check_indices_tensor(
+    x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q"
+) -> None:
     """Indices of blocks: int32 or int64, on q's device, of this shape, whose axes are called `axes`."""
     if not isinstance(x, TENSORS):
         raise TypeError(f"{name} is a {type(x).__name__}: expected an int32 or int64 torch.Tensor {axes}")
@@ -120,7 +150,9 @@ def check_indices_tensor(x: torch.Tensor, name: str, device: torch.device, shape
     check_place(x, name, device, shape, axes, name_q)
 
 
-def check_place(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q") -> None:
+def check_place(
+    x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q"
+) -> None:
     """Shape, whose axes are called `axes`, and q's device."""
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(x.shape)}: expected {axes}, here {list(shape)}")
@@ -128,8 +160,12 @@ def check_place(x: torch.Tensor, name: str, device: torch.device, shape: tuple[i
         raise ValueError(f"{name} is on {x.device} and {name_q} is on {device}: move it there")
 
 
-def check_index_values(indices: torch.Tensor, name: str, blocks: torch.Tensor | int, read: torch.Tensor | None = None) -> None:
-    """Each index -1 or a block of its sequence, which has `blocks` of them (broadcast to the indices), where `read` says that it counts."""
+def check_index_values(
+    indices: torch.Tensor, name: str, blocks: torch.Tensor | int, read: torch.Tensor | None = None
+) -> None:
+    """Each index -1 or a block of its sequence, which has `blocks` of them (broadcast to the indices), where `read`
+    says that it counts.
+    """
     if not values_are_checked(indices):
         return
     outside = (indices < -1) | (indices >= blocks)
@@ -138,29 +174,46 @@ def check_index_values(indices: torch.Tensor, name: str, blocks: torch.Tensor | 
     if bool(outside.any()):
         at = outside.nonzero()[0].tolist()
         count = blocks if isinstance(blocks, int) else int(blocks.expand(indices.shape)[tuple(at)])
-        raise ValueError(f"{name} holds {int(indices[tuple(at)])} at {at}: expected -1 (no block) or 0 to {count - 1}, for there are {count} blocks")
+        raise ValueError(
+            f"{name} holds {int(indices[tuple(at)])} at {at}: expected -1 (no block) or 0 to {count - 1}, for there are"
+            f" {count} blocks"
+        )
 
 
 def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
     """fp64 is for the reference alone."""
     if x.dtype == torch.float64:
-        raise TypeError(f"{name} is torch.float64: backend {backend!r} takes float16, bfloat16 or float32; backend='reference' also takes float64")
+        raise TypeError(
+            f"{name} is torch.float64: backend {backend!r} takes float16, bfloat16 or float32; backend='reference' also"
+            " takes float64"
+        )
 
 
-def check_offsets_tensor(offsets: torch.Tensor, name: str, device: torch.device, tokens: int, batch: int | None = None) -> None:
+def check_offsets_tensor(
+    offsets: torch.Tensor, name: str, device: torch.device, tokens: int, batch: int | None = None
+) -> None:
     """Type, rank, dtype, device and length of packed offsets `[B + 1]` of so many tokens."""
     if not isinstance(offsets, TENSORS):
-        raise TypeError(f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets")
+        raise TypeError(
+            f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets"
+        )
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {offsets.dtype}: expected int32 or int64")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{name} has shape {list(offsets.shape)}: expected [B + 1] offsets, the first 0 and the last N")
+        raise ValueError(
+            f"{name} has shape {list(offsets.shape)}: expected [B + 1] offsets, the first 0 and the last N"
+        )
     if offsets.device != device:
         raise ValueError(f"{name} is on {offsets.device} and q is on {device}: move it there")
     if offsets.shape[0] == 1 and tokens > 0:
-        raise ValueError(f"{name} holds no sequence and there are {tokens} tokens: expected [B + 1] offsets, the first 0 and the last {tokens}")
+        raise ValueError(
+            f"{name} holds no sequence and there are {tokens} tokens: expected [B + 1] offsets, the first 0 and the"
+            f" last {tokens}"
+        )
     if batch is not None and offsets.shape[0] != batch + 1:
-        raise ValueError(f"{name} holds {offsets.shape[0] - 1} sequences and cu_seqlens_q holds {batch}: they must be equal")
+        raise ValueError(
+            f"{name} holds {offsets.shape[0] - 1} sequences and cu_seqlens_q holds {batch}: they must be equal"
+        )
 
 
 def values_are_checked(x: torch.Tensor) -> bool:
@@ -168,7 +221,9 @@ def values_are_checked(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("TILEWISE_CHECK") == "1")
 
 
-def check_offset_values(offsets: torch.Tensor, name: str, tokens: int, longest: int | None = None, longest_name: str = "") -> None:
+def check_offset_values(
+    offsets: torch.Tensor, name: str, tokens: int, longest: int | None = None, longest_name: str = ""
+) -> None:
     """The first 0, never decreasing, the last `tokens`, and no sequence longer than `longest` where that is given."""
     if not values_are_checked(offsets):
         return
@@ -179,21 +234,32 @@ def check_offset_values(offsets: torch.Tensor, name: str, tokens: int, longest: 
     if any(length < 0 for length in lengths):
         at = next(i for i, length in enumerate(lengths) if length < 0)
         raise ValueError(
-            f"{name} decreases from {values[at]} to {values[at + 1]} at position {at + 1}: offsets never decrease (got {_short(values)})"
+            f"{name} decreases from {values[at]} to {values[at + 1]} at position {at + 1}: offsets never decrease (got"
+            f" {_short(values)})"
         )
     if values[-1] != tokens:
-        raise ValueError(f"{name} ends at {values[-1]}: the last offset must be the number of tokens, {tokens} (got {_short(values)})")
+        raise ValueError(
+            f"{name} ends at {values[-1]}: the last offset must be the number of tokens, {tokens} (got"
+            f" {_short(values)})"
+        )
     if longest is not None and lengths and max(lengths) > longest:
-        raise ValueError(f"{longest_name} is {longest} and {name} holds a sequence of {max(lengths)} tokens: it must be at least that")
+        raise ValueError(
+            f"{longest_name} is {longest} and {name} holds a sequence of {max(lengths)} tokens: it must be at least"
+            " that"
+        )
 
 
 def check_target_values(num_targets: torch.Tensor, name: str, offsets: torch.Tensor) -> None:
     """Targets of each sequence: 0 to its length, as `offsets` has it."""
     if not values_are_checked(num_targets):
         return
-    for b, (count, (start, stop)) in enumerate(zip(num_targets.tolist(), itertools.pairwise(offsets.tolist()), strict=True)):
+    for b, (count, (start, stop)) in enumerate(
+        zip(num_targets.tolist(), itertools.pairwise(offsets.tolist()), strict=True)
+    ):
         if not 0 <= count <= stop - start:
-            raise ValueError(f"{name} is {count} for sequence {b}: expected 0 to {stop - start}, for it has {stop - start} tokens")
+            raise ValueError(
+                f"{name} is {count} for sequence {b}: expected 0 to {stop - start}, for it has {stop - start} tokens"
+            )
 
 
 def _short(values: list[int]) -> str:
@@ -225,7 +291,13 @@ def check_whole(value: int, name: str, minimum: int) -> None:
 
 def check_window(window_size: tuple[int, int]) -> None:
     """Two whole numbers, -1 (no limit) or more."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(isinstance(w, WHOLE_NUMBERS) for w in window_size):
-        raise TypeError(f"window_size is {window_size!r}: expected two whole numbers (left, right), -1 meaning no limit")
+    if (
+        not isinstance(window_size, (tuple, list))
+        or len(window_size) != 2
+        or not all(isinstance(w, WHOLE_NUMBERS) for w in window_size)
+    ):
+        raise TypeError(
+            f"window_size is {window_size!r}: expected two whole numbers (left, right), -1 meaning no limit"
+        )
     if min(window_size) < -1:
         raise ValueError(f"window_size is {tuple(window_size)}: each side must be -1 (no limit) or at least 0")

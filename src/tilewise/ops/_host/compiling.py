@@ -1,7 +1,8 @@
 """Compiling side by side: all kernels that a call will need, at the first one that is missing.
 
-Helpers are threads: Triton holds Python's lock for about a fifth of a compilation, and a helper process would first import Triton and hash its
-library, 2 to 3 s. Processes that start at once, the ranks of a job, share the work by lock files in Triton's cache.
+Helpers are threads: Triton holds Python's lock for about a fifth of a compilation, and a helper process would first
+import Triton and hash its library, 2 to 3 s. Processes that start at once, the ranks of a job, share the work by lock
+files in Triton's cache.
 """
 
 import contextlib
@@ -55,7 +56,10 @@ _expected: contextvars.ContextVar[_Expected | None] = contextvars.ContextVar("ti
 
 @contextlib.contextmanager
 def expecting(launches: Callable[[], Sequence[Launch]]) -> Iterator[None]:
-    """Inside, the first kernel that is missing has all of `launches()` compiled beside it. An outer one, which knows of more, stays in force."""
+    """Inside, the first kernel that is missing has all of `launches()` compiled beside it.
+
+    An outer one, which knows of more, stays in force.
+    """
     if _expected.get() is not None:
         yield
         return
@@ -78,7 +82,10 @@ def lock_name(*key: Any) -> str:
 
 
 class _Lock:
-    """A kernel's lock file, held by the process that compiles it. Where the cache has no room for one, or locks do not work, nothing is locked."""
+    """A kernel's lock file, held by the process that compiles it.
+
+    Where the cache has no room for one, or locks do not work, nothing is locked.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -101,7 +108,9 @@ class _Lock:
         return True
 
     def give_back(self) -> None:
-        """The file stays: were it removed, a third process could lock a new one while a second still waits at the old."""
+        """The file stays: were it removed, a third process could lock a new one while a second still waits
+        at the old.
+        """
         if self._file is not None:
             os.close(self._file)
             self._file = None

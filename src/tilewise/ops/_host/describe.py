@@ -1,4 +1,7 @@
-"""A template in words: its kernels with their tiles. And TILEWISE_LOG=1, which logs these words once for each problem."""
+"""A template in words: its kernels with their tiles.
+
+And TILEWISE_LOG=1, which logs these words once for each problem.
+"""
 
 import logging
 import os
@@ -29,7 +32,10 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a call. What a kernel has no such number of is None: a warp-specialised one has no number of warps."""
+    """One kernel of a call.
+
+    What a kernel has no such number of is None: a warp-specialised one has no number of warps.
+    """
 
     name: str
     grid: int

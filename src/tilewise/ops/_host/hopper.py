@@ -1,4 +1,6 @@
-"""Host's part of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors, and the processors to fill."""
+"""Host's part of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors,
+and the processors to fill.
+"""
 
 import functools
 from typing import Any
@@ -22,13 +24,19 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def fits_tiles(x: torch.Tensor) -> bool:
-    """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` as it lies: aligned to 16 bytes in every axis, not empty."""
+    """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` as it lies: aligned to 16 bytes
+    in every axis, not empty.
+    """
     if x.dim() == 4:
         return launching.fits_descriptor(x)
     if x.dim() != 3 or x.data_ptr() % 16 != 0 or x.numel() == 0 or x.shape[0] > MOST_ROWS:
         return False
     first, second, _ = x.stride()
-    return (first | second) % (16 // x.element_size()) == 0 and min(first, second) > 0 and max(first, second) < RAGGED_STRIDE
+    return (
+        (first | second) % (16 // x.element_size()) == 0
+        and min(first, second) > 0
+        and max(first, second) < RAGGED_STRIDE
+    )
 
 
 @cached
@@ -37,14 +45,16 @@ def _layout(dtype: torch.dtype, *block_shape: int) -> Any:
 
 
 def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
-    """For tiles of `rows` tokens and `columns` channels of one head, to be read with `load_tile` and written with `store_tile`.
+    """For tiles of `rows` tokens and `columns` channels of one head, to be read with `load_tile` and written with
+    `store_tile`.
 
     Dense: over `[B, H, T, D]`. What lies past T or D reads as 0 and is not written.
 
-    Packed: a sequence's end is no end of the tensor, and the next sequence's rows may hold NaN. So the axis of rows is given RAGGED_ROWS of them,
-    and a sequence is shifted so that its end falls on that end: row r of n, of the sequence that ends at token e, has index `RAGGED_ROWS - n + r`.
-    Two more axes bring its address, with s for the stride of rows, back to `(e - n + r) · s`: one with index e and stride s; one with index
-    RAGGED_ROWS and stride `RAGGED_STRIDE - s`, which gives `2^64 - RAGGED_ROWS · s` elements, and addresses count modulo 2^64.
+    Packed: a sequence's end is no end of the tensor, and the next sequence's rows may hold NaN. So the axis of rows is
+    given RAGGED_ROWS of them, and a sequence is shifted so that its end falls on that end: row r of n, of the sequence
+    that ends at token e, has index `RAGGED_ROWS - n + r`. Two more axes bring its address, with s for the stride of
+    rows, back to `(e - n + r) · s`: one with index e and stride s; one with index RAGGED_ROWS and stride
+    `RAGGED_STRIDE - s`, which gives `2^64 - RAGGED_ROWS · s` elements, and addresses count modulo 2^64.
     """
     if x.dim() == 4:
         batch, tokens, heads, channels = x.shape

@@ -10,7 +10,9 @@ def jobs() -> int:
     asked = os.environ.get(VARIABLE, "")
     if asked:
         if not asked.isdecimal() or int(asked) < 1:
-            raise ValueError(f"{VARIABLE} is {asked!r}: expected how many kernels to compile at a time, 1 for one after the other")
+            raise ValueError(
+                f"{VARIABLE} is {asked!r}: expected how many kernels to compile at a time, 1 for one after the other"
+            )
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -11,7 +11,10 @@ from tilewise.ops._host.symbol import sample
 
 
 class Descriptor(NamedTuple):
-    """A tensor descriptor: how the tensor memory accelerator finds tiles of a block shape in `base`. With a layout it is Gluon's."""
+    """A tensor descriptor: how the tensor memory accelerator finds tiles of a block shape in `base`.
+
+    With a layout it is Gluon's.
+    """
 
     base: Any
     shape: tuple[int, ...]
@@ -37,7 +40,9 @@ class Launch:
     arguments: Mapping[str, Any]
 
     def run(self) -> Any:
-        """Launch on the current device and return the compiled kernel; a grid of 0 programs launches nothing and returns None."""
+        """Launch on the current device and return the compiled kernel; a grid of 0 programs launches nothing and
+        returns None.
+        """
         return self.kernel[(self.grid,)](**self.for_triton().arguments) if self.grid else None
 
     def compile(self) -> Any:

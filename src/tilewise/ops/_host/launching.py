@@ -13,7 +13,8 @@ from tilewise.ops._host.start import Repeated as Repeated
 from tilewise.ops._host.symbol import cached
 
 if backend.interpreting():
-    # Interpretation was asked for before Triton was imported: then Triton's interpreter is what kernels run through here.
+    # Interpretation was asked for before Triton was imported: then Triton's interpreter is what kernels run through
+    # here.
     from tilewise import interpreter
 
     interpreter.repair()
@@ -21,7 +22,10 @@ if backend.interpreting():
 
 @contextlib.contextmanager
 def capture(architecture: int) -> Iterator[list[Launch]]:
-    """Inside, this context's launches do not run: they are collected, as for an architecture. Tensors may be on the `meta` device."""
+    """Inside, this context's launches do not run: they are collected, as for an architecture.
+
+    Tensors may be on the `meta` device.
+    """
     found: list[Launch] = []
     with backend.collecting(found), backend.as_if_on(architecture):
         yield found
@@ -67,8 +71,8 @@ def padded_channels(channels: int) -> int:
 def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
     """Channels of q and k, and of v, as tiles hold them.
 
-    A tile narrower than 128 bytes beside a wider one is widened: Triton 3.6 on Hopper mixes up their layouts in shared memory, and the
-    products come out wrong (`tilewise doctor` probes for it).
+    A tile narrower than 128 bytes beside a wider one is widened: Triton 3.6 on Hopper mixes up their layouts in shared
+    memory, and the products come out wrong (`tilewise doctor` probes for it).
     """
     block_d, block_dv = padded_channels(channels), padded_channels(values)
     narrowest = min(max(block_d, block_dv), 128 // element_size)
@@ -76,12 +80,15 @@ def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int
 
 
 def row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Strides over (batch, token, head) from those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
+    """Strides over (batch, token, head) from those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch
+    axis.
+    """
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis, not expanded, not empty.
+    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis,
+    not expanded, not empty.
 
     It takes strides below 2^40 bytes.
     """
@@ -90,7 +97,9 @@ def fits_descriptor(x: torch.Tensor) -> bool:
     per_line, most = 16 // x.element_size(), 2**40 // x.element_size()
     first, second, third, _ = x.stride()
     # Per line is a power of two: a low bit of any of them would be one of all.
-    return (first | second | third) % per_line == 0 and min(first, second, third) > 0 and max(first, second, third) < most
+    return (
+        (first | second | third) % per_line == 0 and min(first, second, third) > 0 and max(first, second, third) < most
+    )
 
 
 def why_unreadable(name: str, x: torch.Tensor) -> str:
@@ -114,7 +123,9 @@ def why_pointers(**tensors: torch.Tensor) -> str | None:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
-    """A descriptor over `[B, H, T, D]` of a dense `[B, T, H, D]` tensor, for tiles of `rows` tokens and `columns` channels of one head."""
+    """A descriptor over `[B, H, T, D]` of a dense `[B, T, H, D]` tensor, for tiles of `rows` tokens and `columns`
+    channels of one head.
+    """
     batch, tokens, heads, channels = x.shape
     stride_b, stride_t, stride_h, _ = x.stride()
     return Descriptor(x, (batch, heads, tokens, channels), (stride_b, stride_h, stride_t, 1), (1, 1, rows, columns))

@@ -9,9 +9,11 @@ def batch_size(x: torch.Tensor, offsets: torch.Tensor | None) -> int:
 
 
 def tile_slots(tokens: int, block: int, offsets: torch.Tensor | None) -> int:
-    """Tiles of `block` rows that one head's grid needs: exact for dense sequences of `tokens`, an upper bound for packed ones.
+    """Tiles of `block` rows that one head's grid needs: exact for dense sequences of `tokens`, an upper bound for
+    packed ones.
 
-    The bound needs no lengths, so no synchronisation: sequence b starts at slot `offsets[b] // block + b` (see `_tile.varlen.find_tile`).
+    The bound needs no lengths, so no synchronisation: sequence b starts at slot `offsets[b] // block + b` (see
+    `_tile.varlen.find_tile`).
     """
     return -(-tokens // block) if offsets is None else tokens // block + offsets.shape[0] - 1
 

@@ -1,7 +1,8 @@
 """Programs: a template as two functions in Python, written once and run by every call that its plan decides alike for.
 
-`solve` takes a call's tensors and whole numbers and computes what differs from call to call: sizes, strides, grids. It gives None where a decision
-of the plan comes out otherwise. `run` allocates, computes and launches, straight down, with what `solve` gave.
+`solve` takes a call's tensors and whole numbers and computes what differs from call to call: sizes, strides, grids. It
+gives None where a decision of the plan comes out otherwise. `run` allocates, computes and launches, straight down, with
+what `solve` gave.
 """
 
 import functools
@@ -35,7 +36,10 @@ Run = Callable[[Sequence[torch.Tensor], Values], Any]
 
 
 class _Encoded:
-    """A descriptor among a launch's arguments. Its encoded form is kept while memory lies at the same addresses and has the same sizes."""
+    """A descriptor among a launch's arguments.
+
+    Its encoded form is kept while memory lies at the same addresses and has the same sizes.
+    """
 
     def __init__(self, encoder: start.Encoder) -> None:
         self.encoder = encoder
@@ -50,7 +54,9 @@ class _Encoded:
 
 
 class _Writer:
-    """Source text of the function that runs a template; careful, so that a watch over fresh memory and hooks around launches see all."""
+    """Source text of the function that runs a template; careful, so that a watch over fresh memory and hooks around
+    launches see all.
+    """
 
     def __init__(self, made: Template, found: Mapping[int, start.Found], careful: bool) -> None:
         self._template, self._found, self._careful = made, found, careful
@@ -70,7 +76,11 @@ class _Writer:
         head = [f"{''.join(f'x{i}, ' for i in range(made.given_count))}= tensors"]
         head += [f"{''.join(f'{name}, ' for name in values)}= values"] if values else []
         head += [f"a{i} = x{i}.data_ptr()" for i in sorted(self._addressed)]
-        head += [f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({made.device.index})"] if self._found else []
+        head += (
+            [f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({made.device.index})"]
+            if self._found
+            else []
+        )
         return "\n    ".join(["def run(tensors, values):", *self._unless_elsewhere(), *head, *self._lines])
 
     def _unless_elsewhere(self) -> list[str]:
@@ -78,7 +88,10 @@ class _Writer:
         asked = [f"{self._constant(torch._C._cuda_getDevice)}() != {self._template.device.index}"]
         if not self._careful:
             hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            asked += [f"{self._constant(torch._C._get_deterministic_algorithms)}()", f"{self._constant(backend.watched)}()"]
+            asked += [
+                f"{self._constant(torch._C._get_deterministic_algorithms)}()",
+                f"{self._constant(backend.watched)}()",
+            ]
             asked += [f"{self._constant(hook)}.calls" for hook in hooks]
         return [f"if {' or '.join(asked)}: return elsewhere(tensors, values)"]
 
@@ -151,7 +164,9 @@ class _Writer:
         slot = step.slot
         name, shape, dtype = f"x{slot.base}", self._text(slot.shape), self._constant(slot.dtype)
         if self._fresh is None:
-            self._lines.append(f"{name} = torch.{step.function}({shape}, dtype={dtype}, device={self._constant(slot.device)})")
+            self._lines.append(
+                f"{name} = torch.{step.function}({shape}, dtype={dtype}, device={self._constant(slot.device)})"
+            )
         else:
             self._lines.append(f"{name} = {self._constant(self._fresh)}({shape}, {self._text(slot.stride())}, {dtype})")
             self._lines += [f"{name}.zero_()"] if step.function == "zeros" else []
@@ -168,7 +183,9 @@ class _Writer:
             size += -(-slot.numel() * slot.dtype.itemsize // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         holder, dtype = slots[0].base, self._constant(torch.uint8)
         if self._fresh is None:
-            self._lines.append(f"x{holder} = torch.empty({self._text(size)}, dtype={dtype}, device={self._constant(slots[0].device)})")
+            self._lines.append(
+                f"x{holder} = torch.empty({self._text(size)}, dtype={dtype}, device={self._constant(slots[0].device)})"
+            )
         else:
             self._lines.append(f"x{holder} = {self._constant(self._fresh)}(({self._text(size)},), (1,), {dtype})")
         self._lines.append(f"a{holder} = x{holder}.data_ptr()")
@@ -193,7 +210,10 @@ class _Writer:
         encoders = iter(kernel.encoders)
         for value in values:
             if value.__class__ is Descriptor:
-                arguments += [self._encoded(value, next(encoders), lines), *map(self._text, (*value.shape, *value.strides))]
+                arguments += [
+                    self._encoded(value, next(encoders), lines),
+                    *map(self._text, (*value.shape, *value.strides)),
+                ]
             else:
                 arguments.append(self._text(value))
         direct = kernel.direct
@@ -202,7 +222,10 @@ class _Writer:
         lines.append(f"{self._constant(direct.launch)}({self._text(grid)}, 1, 1, stream, {before}, {given})")
         if self._careful:
             hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            self._lines.append(f"if {' or '.join(f'{self._constant(hook)}.calls' for hook in hooks)}: {self._through_triton(found, grid)}")
+            self._lines.append(
+                f"if {' or '.join(f'{self._constant(hook)}.calls' for hook in hooks)}:"
+                f" {self._through_triton(found, grid)}"
+            )
             self._lines += ["else:", *(f"    {line}" for line in lines)]
         else:
             self._lines += lines
@@ -223,7 +246,11 @@ class _Writer:
         """As Triton launches, with all that it does around it."""
         placed = self._constant(start.Placed)
         arguments = [
-            f"{placed}({self._text(x.base)}, {self._text(x.shape)}, {self._text(x.strides)})" if x.__class__ is Descriptor else self._text(x)
+            (
+                f"{placed}({self._text(x.base)}, {self._text(x.shape)}, {self._text(x.strides)})"
+                if x.__class__ is Descriptor
+                else self._text(x)
+            )
             for x in found.values
         ]
         return f"{self._constant(found.kernel.compiled)}[{self._text(grid)}, 1, 1]({', '.join(arguments)})"
@@ -238,7 +265,9 @@ class Program:
         self.template = made
         writers = [_Writer(made, found, careful) for careful in (False, True)]
         self._values = list({name: None for writer in writers for name in writer.symbols})
-        fast, self._careful_source = [(writer.source(self._values), writer.globals | {"elsewhere": self._elsewhere}) for writer in writers]
+        fast, self._careful_source = [
+            (writer.source(self._values), writer.globals | {"elsewhere": self._elsewhere}) for writer in writers
+        ]
         self._careful: Run | None = None
         self.run: Run = _defined("run", *fast)
         self.solve: Callable[[Sequence[torch.Tensor], Sequence[float]], Values | None] = self._write_solve()
@@ -337,7 +366,10 @@ class Planned:
         numbers: list[float] = []
         _read(arguments, kind, tensors, numbers)
         device, key = tensors[0].device, tuple(kind)
-        with compiling.expecting(expected or (lambda: template.make(self.plan, arguments, device).launches)), torch.cuda.device(device):
+        with (
+            compiling.expecting(expected or (lambda: template.make(self.plan, arguments, device).launches)),
+            torch.cuda.device(device),
+        ):
             program = Program(template.make(self.plan, arguments, device, Trace()))
         with self._changing:
             programs = self._kinds.get(key) or []
@@ -361,7 +393,9 @@ class Operation:
         self._planned = Planned(plan)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What the plan does with these arguments: tensors, numbers, and tuples of both; the first is a tensor, or begins with one."""
+        """What the plan does with these arguments: tensors, numbers, and tuples of both; the first is a tensor, or
+        begins with one.
+        """
         plan = self._planned.plan
         if named:
             bound = inspect.signature(plan).bind(*arguments, **named)

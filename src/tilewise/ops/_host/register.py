@@ -1,4 +1,6 @@
-"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the short way of plain eager calls."""
+"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the short way
+of plain eager calls.
+"""
 
 import contextlib
 import os
@@ -37,7 +39,12 @@ def _is_traced() -> bool:
 
 def _is_plain() -> bool:
     """Whether nothing but autograd does, and neither a cast nor a check of values is asked for."""
-    return not (_is_traced() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu") or "TILEWISE_CHECK" in os.environ)
+    return not (
+        _is_traced()
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+        or "TILEWISE_CHECK" in os.environ
+    )
 
 
 def _is_on_gpu(x: Any) -> bool:
@@ -57,7 +64,9 @@ class _Saved:
 
 
 class Operator:
-    """What torch knows as `tilewise::<name>`; plain eager calls reach it without the dispatcher, which would cost 30 to 100 µs each."""
+    """What torch knows as `tilewise::<name>`; plain eager calls reach it without the dispatcher, which would cost 30 to
+    100 µs each.
+    """
 
     def __init__(
         self,
@@ -89,8 +98,8 @@ class Operator:
             return self.overload(*arguments)
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
             raise NotImplementedError(
-                f"{self.overload} runs neither inside torch.func's transforms (vmap, grad, jvp, ...) nor in forward-mode differentiation: use "
-                "backend='reference' there"
+                f"{self.overload} runs neither inside torch.func's transforms (vmap, grad, jvp, ...) nor in"
+                " forward-mode differentiation: use backend='reference' there"
             )
         differentiate = False
         for position in self._tensors:
@@ -131,12 +140,14 @@ class Operator:
         program, values = found
         return program.run(tensors, values)[0]
 
-    def call(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]) -> Any:
+    def call(
+        self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]
+    ) -> Any:
         """Call with what a user gave: tensors or None, and options.
 
-        `prepare(*given, *options)` checks them and returns the operator's arguments, its tensors first and in the order of the given ones; None
-        where the operator is not to be called, which is then returned. A plain eager call on a GPU is run by a program, whose decisions are the
-        checks.
+        `prepare(*given, *options)` checks them and returns the operator's arguments, its tensors first and in the order
+        of the given ones; None where the operator is not to be called, which is then returned. A plain eager call on a
+        GPU is run by a program, whose decisions are the checks.
         """
         found = self._find_remembered(given, options, prepare) if _is_plain() and self._has_programs(given[0]) else None
         if found is None:
@@ -146,7 +157,9 @@ class Operator:
             return self._programmed.apply(found, *given)
         return found.run()[0]
 
-    def _find_remembered(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any]) -> "Found | None":
+    def _find_remembered(
+        self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any]
+    ) -> "Found | None":
         """A call's program; None where it is not a program's."""
         # 1, True and 1.0 are equal, and not the same option.
         key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[_kind(x) for x in options]]
@@ -165,7 +178,9 @@ class Operator:
             # An option, such as a list, that is no key.
             return None
         if found is None:
-            made = self._find(given, options, prepare, torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+            made = self._find(
+                given, options, prepare, torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            )
             if made is None:
                 return None
             found = self._calls.add(whole, (made.program, made.values))
@@ -180,9 +195,15 @@ class Operator:
         return self._plan is not None and _is_on_gpu(first)
 
     def _find(
-        self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None], differentiated: bool
+        self,
+        given: tuple[Any, ...],
+        options: tuple[Any, ...],
+        prepare: Callable[..., tuple[Any, ...] | None],
+        differentiated: bool,
     ) -> "Found | None":
-        """The program of a call, and what it is given; None where the operator is not to be called, or not with Triton's kernels."""
+        """The program of a call, and what it is given; None where the operator is not to be called, or not with
+        Triton's kernels.
+        """
         asked = (*given, *options, os.environ.get("TILEWISE_BACKEND"))
         planned = self._planned.get(prepare) or self._planned.setdefault(prepare, Planned(_after(prepare, self._plan)))  # type: ignore[arg-type]
         found = planned.known(asked)
@@ -195,8 +216,12 @@ class Operator:
                 self._log(*arguments)
         return found or planned.make(asked, lambda: self.launches(given, options, prepare, differentiated))
 
-    def launches(self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any], differentiated: bool) -> list[Any]:
-        """All that a call will launch, with slots in place of tensors; where it is differentiated its backward's launches too."""
+    def launches(
+        self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any], differentiated: bool
+    ) -> list[Any]:
+        """All that a call will launch, with slots in place of tensors; where it is differentiated its backward's
+        launches too.
+        """
         made = template.Template(given[0].device)
         arguments = prepare(*(None if x is None else made.given(x) for x in given), *options)
         output = self._plan(*arguments)  # type: ignore[misc]
@@ -208,7 +233,10 @@ class Operator:
 
 
 def _after(prepare: Callable[..., Any], plan: Callable[..., Any]) -> Callable[..., Any]:
-    """The plan of what is given, which is checked and made arguments first: results and arguments. What is asked for last is the environment's."""
+    """The plan of what is given, which is checked and made arguments first: results and arguments.
+
+    What is asked for last is the environment's.
+    """
 
     def checked(*asked: Any) -> Any:
         arguments = prepare(*asked[:-1])
@@ -228,12 +256,17 @@ def _as_they_are(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _autograd_functions(
-    name: str, run: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None], tensors: tuple[int, ...]
+    name: str,
+    run: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    tensors: tuple[int, ...],
 ) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And `apply(found, *given)`, of a program.
+    """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And
+    `apply(found, *given)`, of a program.
 
-    torch looks at every argument of apply several times, and where setup_context is a method of its own also at forward's signature:
-    with the schema's arguments one by one that took 60 µs.
+    torch looks at every argument of apply several times, and where setup_context is a method of its own also at
+    forward's signature: with the schema's arguments one by one that took 60 µs.
     """
 
     def forward(ctx: Any, arguments: tuple[Any, ...], *_: Any) -> Any:
@@ -253,13 +286,19 @@ def _autograd_functions(
         return None, *(outgoing[position] for position in tensors)
 
     def make(forward: Callable[..., Any]) -> type[torch.autograd.Function]:
-        return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+        return type(
+            name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        )
 
     return make(forward), make(forward_by_program)
 
 
 def _run_or_explain(
-    name: str, run: Callable[..., Any], fake: Callable[..., Any], plan: Callable[..., Any] | None, log: Callable[..., None] | None
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    plan: Callable[..., Any] | None,
+    log: Callable[..., None] | None,
 ) -> Callable[..., Any]:
     """`run`; but a call that is explained leaves its template, and one that is logged its line."""
 
@@ -283,18 +322,20 @@ def register(
     setup_context: Callable[..., None] | None = None,
     plan: Callable[..., Any] | None = None,
 ) -> Operator:
-    """Define `tilewise::<schema>`, computed by `run` on every device; `fake` gives the outputs' shapes, strides and dtypes without data.
+    """Define `tilewise::<schema>`, computed by `run` on every device; `fake` gives the outputs' shapes, strides and
+    dtypes without data.
 
-    `backward` and `setup_context` are as in torch's register_autograd; without them a derivative raises, saying so. `plan`, of the same
-    arguments as `run`, computes the same with Triton's kernels, and may be given slots in place of tensors.
+    `backward` and `setup_context` are as in torch's register_autograd; without them a derivative raises, saying so.
+    `plan`, of the same arguments as `run`, computes the same with Triton's kernels, and may be given slots in place of
+    tensors.
     """
     name = schema.split("(", 1)[0]
     qualified = f"tilewise::{name}"
 
     def no_derivative(_ctx: Any, *_gradients: Any) -> Any:
         raise NotImplementedError(
-            f"tilewise::{name} has no derivative of its own (double backward): call the operator with backend='reference', which torch can "
-            "differentiate any number of times"
+            f"tilewise::{name} has no derivative of its own (double backward): call the operator with"
+            " backend='reference', which torch can differentiate any number of times"
         )
 
     def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -312,7 +353,9 @@ def register(
     functions = _autograd_functions(name, run, backward, setup_context, tensors)
 
     def differentiate(arguments: tuple[Any, ...], output: Any) -> None:
-        """The backward on slots, of a gradient that lies as torch mostly has it: of the first output alone, contiguous and aligned."""
+        """The backward on slots, of a gradient that lies as torch mostly has it: of the first output alone, contiguous
+        and aligned.
+        """
         first, *others = output if isinstance(output, tuple) else (output,)
         ctx = _Saved()
         setup_context(ctx, arguments, output)

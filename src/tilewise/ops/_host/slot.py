@@ -1,4 +1,7 @@
-"""A tensor's place in a launch template: all that is known of a tensor before the call. No Triton here: code that all backends share may compute."""
+"""A tensor's place in a launch template: all that is known of a tensor before the call.
+
+No Triton here: code that all backends share may compute.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +27,9 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def _places(index: slice, size: int) -> tuple[int, int, int]:
-    """The first place that a slice takes of so many, how many, and the step: as `slice.indices`, which takes no symbols."""
+    """The first place that a slice takes of so many, how many, and the step: as `slice.indices`, which takes no
+    symbols.
+    """
     first, stop, step = index.start, index.stop, 1 if index.step is None else index.step
     if step < 0:
         raise ValueError("a slot's slices step forward, as a tensor's do")
@@ -41,7 +46,10 @@ def _within(limit: int, size: int) -> int:
 
 
 class Slot:
-    """A tensor's place in a template, or a view of one: all that is known of it before the call. It stands in for a tensor in a plan."""
+    """A tensor's place in a template, or a view of one: all that is known of it before the call.
+
+    It stands in for a tensor in a plan.
+    """
 
     __slots__ = ("_address", "_strides", "base", "device", "dtype", "offset", "shape", "template")
 
@@ -96,7 +104,8 @@ class Slot:
     def contiguous(self) -> "Slot":
         """Itself where it is, else a copy."""
         if self.numel() == 0 or all(
-            size == 1 or have == want for size, have, want in zip(self.shape, self._strides, contiguous_strides(self.shape), strict=True)
+            size == 1 or have == want
+            for size, have, want in zip(self.shape, self._strides, contiguous_strides(self.shape), strict=True)
         ):
             return self
         return self.template.compute(torch.Tensor.contiguous, (self,), self.shape, self.dtype)
@@ -152,7 +161,10 @@ class Slot:
         return (self[i] for i in range(self.shape[0]))
 
     def _no_values(self, *_: Any) -> Any:
-        raise TypeError("a slot has no values: a plan decides from shapes, strides, dtypes and options; use compute() for work on values")
+        raise TypeError(
+            "a slot has no values: a plan decides from shapes, strides, dtypes and options; use compute() for work on"
+            " values"
+        )
 
     # Without these a slot would count as true, and as equal to nothing but itself.
     __bool__ = __eq__ = __ne__ = _no_values
@@ -161,6 +173,9 @@ class Slot:
 
 
 def compute(function: Callable[..., Any], *arguments: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """What a function of torch's makes of tensors and numbers: a tensor of this shape and dtype, contiguous. In a template, a step."""
+    """What a function of torch's makes of tensors and numbers: a tensor of this shape and dtype, contiguous.
+
+    In a template, a step.
+    """
     slot = next((x for x in arguments if isinstance(x, Slot)), None)
     return function(*arguments) if slot is None else slot.template.compute(function, arguments, tuple(shape), dtype)

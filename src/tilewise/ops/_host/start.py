@@ -1,7 +1,7 @@
 """Starting compiled kernels: which one a launch needs, and Triton's launcher called directly.
 
-Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each launch of a program, which then
-calls the launcher that Triton made.
+Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each
+launch of a program, which then calls the launcher that Triton made.
 """
 
 import contextlib
@@ -27,20 +27,26 @@ MOST_COMPILED = 4096
 
 
 class _Signature:
-    """A kernel's parameters: constants, whose values count, and arguments, with whether Triton looks at a whole number's value."""
+    """A kernel's parameters: constants, whose values count, and arguments, with whether Triton looks at a whole
+    number's value.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.values = operator.itemgetter(*(x.name for x in kernel.params))
         constants = [x.name for x in kernel.params if x.is_constexpr]
-        self.constants: Callable[[Mapping[str, Any]], Any] = operator.itemgetter(*constants) if constants else lambda _: ()
+        self.constants: Callable[[Mapping[str, Any]], Any] = (
+            operator.itemgetter(*constants) if constants else lambda _: ()
+        )
         self.defaults = {x.name: x.default for x in kernel.params if x.has_default}
         self.arguments = [(i, not x.do_not_specialize) for i, x in enumerate(kernel.params) if not x.is_constexpr]
 
 
 class Direct(NamedTuple):
-    """Triton's launcher without what it does in Python at each launch: `launch(grid, 1, 1, stream, *before, *arguments)`.
+    """Triton's launcher without what it does in Python at each launch:
+    `launch(grid, 1, 1, stream, *before, *arguments)`.
 
-    Listed, the arguments are one of its. They are those of the kernel, with a descriptor's encoded form, shape and strides in its place.
+    Listed, the arguments are one of its. They are those of the kernel, with a descriptor's encoded form, shape and
+    strides in its place.
     """
 
     launch: Callable[..., None]
@@ -49,7 +55,9 @@ class Direct(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel; how it is launched, None where only Triton can; and how the descriptors among its arguments are encoded."""
+    """A compiled kernel; how it is launched, None where only Triton can; and how the descriptors among its arguments
+    are encoded.
+    """
 
     compiled: Any
     direct: Direct | None
@@ -100,7 +108,8 @@ def _trait_of_plain(value: Any, specialised: bool) -> Any:
 
 
 def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, an address in place of each tensor.
+    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, an
+    address in place of each tensor.
 
     The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
     """
@@ -135,14 +144,23 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
         elif kind is tuple and value and value[0].__class__ not in (int, Symbol):
             # Of tensors and numbers: a trace's memory and what lies in it.
             values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
-            key.append(tuple([(x.dtype, x.data_ptr() % ALIGNMENT == 0) if hasattr(x, "data_ptr") else _trait(x, specialised) for x in value]))
+            key.append(
+                tuple(
+                    [
+                        (x.dtype, x.data_ptr() % ALIGNMENT == 0) if hasattr(x, "data_ptr") else _trait(x, specialised)
+                        for x in value
+                    ]
+                )
+            )
         else:
             key.append(_trait(value, specialised))
     return tuple(key), values
 
 
 def _find(launch: Launch, device: int) -> Found:
-    """The compiled kernel that a launch needs, and its arguments as `_key` has them; compiles it where no equal one is compiled yet."""
+    """The compiled kernel that a launch needs, and its arguments as `_key` has them; compiles it where no equal one is
+    compiled yet.
+    """
     key, values = _key(launch, device)
     try:
         found = _kernels.get(key)
@@ -169,7 +187,9 @@ def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None
     wanted = {key: launch}
     for other in compiling.expected():
         wanted.setdefault(_key(other, device)[0], other)
-    missing = {other: one for other, one in wanted.items() if _kernels.get(other) is None and _compiled.get(other) is None}
+    missing = {
+        other: one for other, one in wanted.items() if _kernels.get(other) is None and _compiled.get(other) is None
+    }
     compiling.compile_all([task(one, other, device) for other, one in missing.items()])
 
 
@@ -196,7 +216,10 @@ def builds_launchers() -> bool:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Into Triton's cache, where the first launch finds it. Where it cannot be built here the first launch tries again, and raises."""
+    """Into Triton's cache, where the first launch finds it.
+
+    Where it cannot be built here the first launch tries again, and raises.
+    """
     if builds_launchers():
         with contextlib.suppress(Exception):
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
@@ -209,7 +232,9 @@ def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
 
 
 def _direct_launcher(compiled: Any) -> Direct | None:
-    """How a compiled kernel is launched directly; None where Triton must do something at each launch, or its launcher is of an unknown kind."""
+    """How a compiled kernel is launched directly; None where Triton must do something at each launch, or its launcher
+    is of an unknown kind.
+    """
     run = compiled.run
     if run.__class__ is not getattr(nvidia, "CudaLauncher", None):
         return None
@@ -225,7 +250,9 @@ def _direct_launcher(compiled: Any) -> Direct | None:
     first = function, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "arg_annotations") and hasattr(run, "kernel_signature"):
         # Triton 3.7 and later: one launcher for all kernels, which is told their signature.
-        return Direct(launch, (*first, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature), True)
+        return Direct(
+            launch, (*first, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature), True
+        )
     if builds_launchers():
         # Triton 3.6: a launcher for each signature.
         return Direct(launch, (*first, None, None, packed, None, None, None), False)
@@ -250,18 +277,33 @@ Encoder = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
 
 
 def _encoder(made_with: Mapping[str, Any]) -> Encoder | None:
-    """How descriptors of one parameter of a kernel are encoded: as Triton's `make_tensordesc_arg` does it, without what is the same each time."""
+    """How descriptors of one parameter of a kernel are encoded: as Triton's `make_tensordesc_arg` does it, without what
+    is the same each time.
+    """
     utils = triton.runtime.driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
     known = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
-    if fill is None or made_with is None or not known.issuperset(made_with) or made_with["fp4_padded"] or made_with.get("is_im2col"):
+    if (
+        fill is None
+        or made_with is None
+        or not known.issuperset(made_with)
+        or made_with["fp4_padded"]
+        or made_with.get("is_im2col")
+    ):
         return None
-    fixed = made_with["swizzle"], made_with["elem_size"], nvidia.TMA_DTYPE_DEVICE_TO_HOST[made_with["elem_type"]], made_with["block_size"]
+    fixed = (
+        made_with["swizzle"],
+        made_with["elem_size"],
+        nvidia.TMA_DTYPE_DEVICE_TO_HOST[made_with["elem_type"]],
+        made_with["block_size"],
+    )
     return lambda address, shape, strides: fill(address, *fixed, shape, strides, 0)
 
 
 def find(launch: Launch) -> Found:
-    """The compiled kernel of a template's launch on the current device, and its arguments, with slots and symbols in place of tensors and numbers."""
+    """The compiled kernel of a template's launch on the current device, and its arguments, with slots and symbols in
+    place of tensors and numbers.
+    """
     return _find(launch, torch._C._cuda_getDevice())
 
 
@@ -334,7 +376,9 @@ class Repeated:
             start(self.grid, 1, 1, stream, *before, *filled)
 
     def _remember(self, key: tuple[Any, ...], launch: Launch, varying: Sequence[str], device: int) -> None:
-        """What a launch was started with; nothing where Triton must start it, it has descriptors, or what varies is a constant or a tuple."""
+        """What a launch was started with; nothing where Triton must start it, it has descriptors, or what varies is a
+        constant or a tuple.
+        """
         constants = {x.name for x in self.kernel.params if x.is_constexpr}
         plain = constants.isdisjoint(varying) and not any(isinstance(launch.arguments[name], tuple) for name in varying)
         if launch.grid and plain:

@@ -1,7 +1,8 @@
-"""Numbers that differ from call to call: sizes, strides, options that are numbers. What a plan computes from them is written down as code.
+"""Numbers that differ from call to call: sizes, strides, options that are numbers. What a plan computes from them is
+written down as code.
 
-A plan that is given symbols in place of numbers leaves two things: expressions, by which a later call's numbers are computed, and decisions, which
-must come out the same for what the plan left to serve that call too.
+A plan that is given symbols in place of numbers leaves two things: expressions, by which a later call's numbers are
+computed, and decisions, which must come out the same for what the plan left to serve that call too.
 """
 
 import functools
@@ -54,7 +55,9 @@ class Trace:
         return outcome
 
     def source(self, wanted: Iterable[str]) -> tuple[list[str], set[str]]:
-        """Statements that compute the wanted names, and return None where a decision comes out otherwise; and the names of arguments they need."""
+        """Statements that compute the wanted names, and return None where a decision comes out otherwise; and the names
+        of arguments they need.
+        """
         needed = set(wanted)
         kept: list[str] = []
         for name, expression, needs in reversed(self._lines):
@@ -131,7 +134,9 @@ def _comparison(sign: str, function: Callable[[Any, Any], bool]) -> Callable[...
 
 
 def _unite(symbols: list["Symbol"]) -> None:
-    """Two that are the same in every call have one name from here on; one that is the same as a number is a constant."""
+    """Two that are the same in every call have one name from here on; one that is the same as a number is
+    a constant.
+    """
     if len(symbols) == 2:
         symbols[1].name = symbols[0].name
     else:
@@ -139,7 +144,10 @@ def _unite(symbols: list["Symbol"]) -> None:
 
 
 class Symbol:
-    """A number that differs from call to call, with its value in this one. Whoever wants the value itself fixes it: `plain`, or any use as an int."""
+    """A number that differs from call to call, with its value in this one.
+
+    Whoever wants the value itself fixes it: `plain`, or any use as an int.
+    """
 
     __slots__ = ("fixed", "name", "trace", "value")
 
@@ -171,7 +179,11 @@ class Symbol:
 
     def bit_length(self) -> Any:
         """As an int's."""
-        return self.value.bit_length() if self.fixed else self.trace.compute(f"{self.name}.bit_length()", self.value.bit_length(), self)
+        return (
+            self.value.bit_length()
+            if self.fixed
+            else self.trace.compute(f"{self.name}.bit_length()", self.value.bit_length(), self)
+        )
 
     def is_narrow(self) -> bool:
         """Whether it is a 32-bit number."""

@@ -1,7 +1,8 @@
 """Launch templates: what a call allocates and launches, as data, made of metadata alone.
 
-A plan is an ordinary function that allocates, launches and returns tensors. Given a `Slot` for each tensor it allocates and launches nothing: it
-leaves an ordered list of steps, the template. Plans decide from shapes, strides, dtypes, alignment and options: a slot has no values to look at.
+A plan is an ordinary function that allocates, launches and returns tensors. Given a `Slot` for each tensor it allocates
+and launches nothing: it leaves an ordered list of steps, the template. Plans decide from shapes, strides, dtypes,
+alignment and options: a slot has no values to look at.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.slot import ALIGNMENT, Slot, Strides, contiguous_strides
 from tilewise.ops._host.symbol import Trace
 
-# What the code that torch.compile makes allocates with, a third of torch.empty's time. It fills no fresh memory, on whatever request.
+# What the code that torch.compile makes allocates with, a third of torch.empty's time. It fills no fresh memory, on
+# whatever request.
 EMPTY_STRIDED: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 
 
@@ -40,7 +42,10 @@ def emit(beside: Any, *launches: Launch) -> None:
 
 
 def note(beside: Any, why: Callable[..., str | None], *arguments: Any) -> None:
-    """Where a plan takes the slower of two ways: why, if anything, is kept in the template. Beside a tensor nobody asks."""
+    """Where a plan takes the slower of two ways: why, if anything, is kept in the template.
+
+    Beside a tensor nobody asks.
+    """
     if isinstance(beside, Slot) and beside.template.trace is None:
         reason = why(*arguments)
         if reason is not None and reason not in beside.template.notes:
@@ -68,8 +73,8 @@ class Computation:
         dtype = self.slot.dtype
         if made.shape != shape or made.dtype != dtype or not made.is_contiguous():
             raise RuntimeError(
-                f"{self.function} gave {made.dtype} {list(made.shape)} with strides {made.stride()}: its plan expected contiguous "
-                f"{dtype} {list(shape)}; please report this"
+                f"{self.function} gave {made.dtype} {list(made.shape)} with strides {made.stride()}: its plan expected"
+                f" contiguous {dtype} {list(shape)}; please report this"
             )
         self.compared = True
 
@@ -148,7 +153,9 @@ class Template:
         self.steps.append(Allocation(function, slot))
         return slot
 
-    def compute(self, function: Callable[..., Any], arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+    def compute(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Slot:
         """A contiguous result of a function of torch's."""
         slot = self._slot(shape, contiguous_strides(shape), dtype)
         self.steps.append(Computation(function, arguments, slot))
@@ -181,16 +188,24 @@ class Template:
         used = kept.union(*(step.reads for step in self.steps))
         self.steps = [step for step in self.steps if not isinstance(step, Allocation) or step.slot.base in used]
         # Memory is free for the next step as soon as none reads it any more.
-        self.last = {base: i for i, step in enumerate(self.steps) for base in step.reads if base >= self.given_count and base not in kept}
+        self.last = {
+            base: i
+            for i, step in enumerate(self.steps)
+            for base in step.reads
+            if base >= self.given_count and base not in kept
+        }
         return self
 
     def share_memory(self, last: dict[int, int]) -> dict[int, list[Slot]]:
-        """Allocations side by side that kernels alone read become one, which takes as long as one: by step, its slots; none for all but the first.
+        """Allocations side by side that kernels alone read become one, which takes as long as one: by step, its slots;
+        none for all but the first.
 
-        Only where that keeps no memory from anybody: nothing is allocated between the deaths of the first and the last of them. `last`, when
-        each dies, is changed accordingly.
+        Only where that keeps no memory from anybody: nothing is allocated between the deaths of the first and the last
+        of them. `last`, when each dies, is changed accordingly.
         """
-        elsewhere = {base for step in self.steps if isinstance(step, Computation) for base in (*step.reads, step.slot.base)}
+        elsewhere = {
+            base for step in self.steps if isinstance(step, Computation) for base in (*step.reads, step.slot.base)
+        }
         made_at = [i for i, step in enumerate(self.steps) if not isinstance(step, Start)]
         found: dict[int, list[Slot]] = {}
         group: dict[int, Slot] = {}
@@ -227,7 +242,9 @@ def _with_slots(x: Any, template: Template) -> Any:
     return template.number(x) if x.__class__ in (int, float) else x
 
 
-def make(plan: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device, trace: Trace | None = None) -> Template:
+def make(
+    plan: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device, trace: Trace | None = None
+) -> Template:
     """The template of a plan for arguments like these; with a trace, for others too by which it decides the same."""
     template = Template(device, trace)
     return template.finish(plan(*(_with_slots(x, template) for x in arguments)))

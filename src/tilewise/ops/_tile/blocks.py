@@ -1,8 +1,8 @@
 """Which blocks of keys a token names, and the rows of queries that a list of tokens stands for.
 
-An entry is one naming: a token and one of its SLOTS. Token by token, the S slots that `indices` holds come first, then OWN slots for the blocks
-that make up the token's own stretch of OWN * BLOCK_SIZE keys. A row is a token and one of the GROUP query heads that share its choice; tiles hold
-GROUP_P (a power of two) rows a token.
+An entry is one naming: a token and one of its SLOTS. Token by token, the S slots that `indices` holds come first, then
+OWN slots for the blocks that make up the token's own stretch of OWN * BLOCK_SIZE keys. A row is a token and one of the
+GROUP query heads that share its choice; tiles hold GROUP_P (a power of two) rows a token.
 """
 
 import triton
@@ -31,10 +31,12 @@ def no_segment(flag, WANTED: tl.constexpr, p_segments, i_segment):
 
 @triton.jit
 def named_blocks(
-    indices, i_t, start, n_rows, i_h, n_heads, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS_P: tl.constexpr,
+    indices, i_t, start, n_rows, i_h, n_heads, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that tokens `i_t .. i_t + TOKENS` of one sequence name, [TOKENS * SLOTS_P], -1 where there is none or it lies outside."""
+    """The blocks that tokens `i_t .. i_t + TOKENS` of one sequence name, [TOKENS * SLOTS_P], -1 where there is none or
+    it lies outside.
+    """
     o_e = tl.arange(0, TOKENS * SLOTS_P)
     o_s = o_e % SLOTS_P
     o_t = i_t + o_e // SLOTS_P
@@ -55,7 +57,8 @@ def larger(a, b):
 
 @triton.jit
 def sorted_entries(b_block, ENTRIES: tl.constexpr, SLOTS_P: tl.constexpr, ONCE: tl.constexpr):
-    """Entries of a tile sorted by block, then as they come: block, entry, which count, where its run of equal blocks begins, whether it ends it.
+    """Entries of a tile sorted by block, then as they come: block, entry, which count, where its run of equal blocks
+    begins, whether it ends it.
 
     With ONCE a block that a token has named before does not count. Entries that name none come last and do not count.
     """
@@ -83,11 +86,14 @@ def within_run(b_x, first):
 
 
 @triton.jit
-def locate_segment(segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Segment `i_segment`: first entry, entries, which one of those that are not their list's first (0: it is), index head, and where its block lies.
+def locate_segment(
+    segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Segment `i_segment`: first entry, entries, which one of those that are not their list's first (0: it is), index
+    head, and where its block lies.
 
-    That is batch entry and first token to index tensors with, the sequence's first token of all, its length, the block's first key, and by how much a
-    token's number in the sequence exceeds its number in the chunk.
+    That is batch entry and first token to index tensors with, the sequence's first token of all, its length, the
+    block's first key, and by how much a token's number in the sequence exceeds its number in the chunk.
     """
     p_segment = segments + i_segment.to(tl.int64) * 4
     i_list = tl.load(p_segment + 2)
@@ -102,9 +108,21 @@ def locate_segment(segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_
 
 @triton.jit
 def listed_rows(
-    perm, first, i_entry, n_entries, offset, n_tokens, p_cu, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr
+    perm,
+    first,
+    i_entry,
+    n_entries,
+    offset,
+    n_tokens,
+    p_cu,
+    SLOTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """BLOCK_M rows from entry `i_entry` of a list on: which exist, the token of the chunk, its slot, and their head in the group."""
+    """BLOCK_M rows from entry `i_entry` of a list on: which exist, the token of the chunk, its slot, and their head in
+    the group.
+    """
     o_r = tl.arange(0, BLOCK_M)
     i_e = i_entry + o_r // GROUP_P
     o_g = o_r % GROUP_P
@@ -122,7 +140,9 @@ def listed_rows(
 @triton.jit
 def head_pointer(x, strides, i_b, i_t, i_h):
     """Where token `i_t` (negative too) of head `i_h` lies."""
-    return x + (tl.cast(i_b, tl.int64) * strides[0] + tl.cast(i_t, tl.int64) * strides[1] + tl.cast(i_h, tl.int64) * strides[2])
+    return x + (
+        tl.cast(i_b, tl.int64) * strides[0] + tl.cast(i_t, tl.int64) * strides[1] + tl.cast(i_h, tl.int64) * strides[2]
+    )
 
 
 @triton.jit
@@ -140,8 +160,12 @@ def gather_rows(p_head, strides, o_t, o_h, m_r, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def keys_kept(o_s, o_t, i_key, n_keys, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """How many keys of the block that begins at `i_key` each row sees, counted from its first: all, or where causal those up to the token."""
+def keys_kept(
+    o_s, o_t, i_key, n_keys, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """How many keys of the block that begins at `i_key` each row sees, counted from its first: all, or where causal
+    those up to the token.
+    """
     n_kept = tl.minimum(n_keys - i_key, BLOCK_SIZE)
     causal = tl.minimum(o_t - i_key + 1, n_kept)
     if CAUSAL:

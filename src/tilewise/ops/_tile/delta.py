@@ -7,10 +7,24 @@ from tilewise.ops._tile.load import load_rows
 
 
 @triton.jit
-def row_gradients(o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """delta = rowsum(o · do) - dlse, and the LSE in base 2, for rows `i_m .. i_m + BLOCK_M`; where these are in `[..., H, T]`, and which exist.
+def row_gradients(
+    o_rows,
+    do_rows,
+    lse,
+    dlse,
+    dlse_strides,
+    i_m,
+    n_heads,
+    n_queries,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """delta = rowsum(o · do) - dlse, and the LSE in base 2, for rows `i_m .. i_m + BLOCK_M`; where these are in
+    `[..., H, T]`, and which exist.
 
-    Rows that saw nothing, or lie past the end, have an LSE of +inf, so that their probabilities are 0; past the end delta is 0.
+    Rows that saw nothing, or lie past the end, have an LSE of +inf, so that their probabilities are 0; past the end
+    delta is 0.
     """
     _, _, i_b, i_h, start, n_rows = o_rows
     b_o = load_rows(o_rows, i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
@@ -21,7 +35,12 @@ def row_gradients(o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_quer
     o_row = (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + o_t
     b_lse = tl.load(lse + o_row, mask=o_m < n_rows, other=float("-inf"))
     if dlse is not None:
-        p_dlse = dlse + tl.cast(i_b, tl.int64) * dlse_strides[0] + tl.cast(i_h, tl.int64) * dlse_strides[1] + o_t * dlse_strides[2]
+        p_dlse = (
+            dlse
+            + tl.cast(i_b, tl.int64) * dlse_strides[0]
+            + tl.cast(i_h, tl.int64) * dlse_strides[1]
+            + o_t * dlse_strides[2]
+        )
         b_delta -= tl.load(p_dlse, mask=o_m < n_rows, other=0.0)
     b_lse_log2 = tl.where(b_lse != float("-inf"), b_lse * 1.4426950408889634, float("inf"))
     return b_delta, b_lse_log2, o_row, o_m < n_rows

@@ -1,10 +1,12 @@
 """The keep-mask of HSTU attention with targets or a contextual prefix, and the ranges of tiles that follow from it.
 
-Token i of a sequence stands at `position(i) = min(max(i - context + 1, 0), end)`: the first `context` tokens share position 0, and the targets at its
-end share position `end`. With `d = position(i) - position(j)`, or its absolute value where not causal, key j takes part for query i
-where `i == j` or `0 < d <= reach`; and, where there is a context, for a query at position 0 every key before `end`.
+Token i of a sequence stands at `position(i) = min(max(i - context + 1, 0), end)`: the first `context` tokens share
+position 0, and the targets at its end share position `end`. With `d = position(i) - position(j)`, or its absolute value
+where not causal, key j takes part for query i where `i == j` or `0 < d <= reach`; and, where there is a context, for a
+query at position 0 every key before `end`.
 
-`history` bundles what a sequence's mask needs: (context, end, reach), a context of None meaning none and a reach of None no limit.
+`history` bundles what a sequence's mask needs: (context, end, reach), a context of None meaning none and a reach of
+None no limit.
 """
 
 import triton
@@ -86,7 +88,9 @@ def history_key_range(i_m, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: tl.
 
 @triton.jit
 def history_query_range(i_n, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The query tiles that reach key tile `i_n`, likewise; before them, where there is a context, come the tiles from 0 up to the first bound."""
+    """The query tiles that reach key tile `i_n`, likewise; before them, where there is a context, come the tiles from 0
+    up to the first bound.
+    """
     context, end, reach = history
     at_first = position(i_n, history)
     at_last = position(tl.minimum(i_n + BLOCK_N, n_tokens) - 1, history)
@@ -105,7 +109,9 @@ def history_query_range(i_n, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: t
         full_high = n_tokens
         if reach is not None:
             full_high = tl.where(at_first + reach >= end, n_tokens, first_at(at_first + reach + 1, history))
-    low, full_low, full_high, high = split_range(low, full_low, tl.maximum(full_high, 0) // BLOCK_M * BLOCK_M, high, BLOCK_M)
+    low, full_low, full_high, high = split_range(
+        low, full_low, tl.maximum(full_high, 0) // BLOCK_M * BLOCK_M, high, BLOCK_M
+    )
     context_end = 0
     if context is not None:
         context_end = tl.where(i_n < end + (context - 1), tl.minimum(context, low), 0)

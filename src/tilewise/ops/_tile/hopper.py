@@ -1,8 +1,10 @@
-"""What the Gluon kernels for Hopper share: names that changed from Triton 3.6 to 3.9, tiles of rows through TMA, rings of buffers, barriers.
+"""What the Gluon kernels for Hopper share: names that changed from Triton 3.6 to 3.9, tiles of rows through TMA, rings
+of buffers, barriers.
 
-A tile is `rows` tokens of one head, all channels. Rows past the end of a sequence, and channels past the last, read as 0 and are never written:
-the tensor memory accelerator (TMA) sees to it, of packed sequences too, whose next neighbour's rows it never touches (`tilewise.ops._host.hopper`
-makes the descriptors and says how). So no kernel has to clear what lies outside.
+A tile is `rows` tokens of one head, all channels. Rows past the end of a sequence, and channels past the last, read as
+0 and are never written: the tensor memory accelerator (TMA) sees to it, of packed sequences too, whose next neighbour's
+rows it never touches (`tilewise.ops._host.hopper` makes the descriptors and says how). So no kernel has to clear what
+lies outside.
 """
 
 from triton.experimental import gluon
@@ -15,7 +17,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Waits for all threads of the warps that run this function, not for those of other partitions.
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-# Rows that a descriptor of packed tensors has room for, whatever the tensor: the end of every sequence is brought to this row.
+# Rows that a descriptor of packed tensors has room for, whatever the tensor: the end of every sequence is brought to
+# this row.
 RAGGED_ROWS = gl.constexpr(1 << 30)
 
 
@@ -57,7 +60,9 @@ def as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which changes its phase after so many arrivals (and all bytes that it was told to expect)."""
+    """COUNT barriers, each of which changes its phase after so many arrivals (and all bytes that it was told to
+    expect).
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -86,7 +91,8 @@ def read_note(notes, i, WARPS: gl.constexpr):
 def next_stage(stage, phase, STAGES: gl.constexpr):
     """The next buffer of a ring, and the phase of its barriers: it changes each time round.
 
-    Whoever waits until a buffer is full waits for `phase`, whoever waits until it is free for `phase ^ 1`, which a new barrier passes at once.
+    Whoever waits until a buffer is full waits for `phase`, whoever waits until it is free for `phase ^ 1`, which a new
+    barrier passes at once.
     """
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)

@@ -1,8 +1,9 @@
-"""Blocks of keys of the backward for Hopper: which there are and in which order, the query tiles that each meets, and the warps that fetch and store.
+"""Blocks of keys of the backward for Hopper: which there are and in which order, the query tiles that each meets, and
+the warps that fetch and store.
 
-A program takes one block after the other. K and V of a block have a slot in shared memory, where dK and dV are put in the end. With two SLOTS the
-next block's K and V, and its first query tiles, are fetched while this one's last steps run, and dK and dV leave while the next one's first steps do;
-with one, all of it begins when dK and dV have left.
+A program takes one block after the other. K and V of a block have a slot in shared memory, where dK and dV are put in
+the end. With two SLOTS the next block's K and V, and its first query tiles, are fetched while this one's last steps
+run, and dK and dV leave while the next one's first steps do; with one, all of it begins when dK and dV have left.
 """
 
 from triton.experimental import gluon
@@ -42,7 +43,8 @@ def locate_block(
     low, high = query_tiles(i_block * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     waits = i_slot > 0
     if PACKED:
-        # Offsets that are not in order may leave out blocks before: then nobody would end the wait for them. Slots of one sequence are neighbours.
+        # Offsets that are not in order may leave out blocks before: then nobody would end the wait for them. Slots of
+        # one sequence are neighbours.
         n_before = gl.minimum(i_block, 1)
         if OPENS:
             n_before = i_block
@@ -50,16 +52,28 @@ def locate_block(
         waits = (b_before == i_b) & (block_before + n_before == i_block)
     inside = heads_of_sweep(group, SWEEPS)
     first_visit = first_from(i_block * BLOCK_N, n_keys - n_queries, left, HAS_LEFT, BLOCK_M) * inside
-    # Visits number tiles as the sums lie in memory: a sweep's heads inside a slot, and n_slots_q slots to the next sweep's.
+    # Visits number tiles as the sums lie in memory: a sweep's heads inside a slot, and n_slots_q slots to the next
+    # sweep's.
     first_sum = (i_head * (group // inside) * n_slots_q + slot_q) * inside
     block = (
-        i_block, i_b, i_hk, start_k, n_keys, n_queries, first_sum, high * inside - 1, (high - low) * inside, first_visit, waits.to(gl.int32),
+        i_block, i_b, i_hk, start_k, n_keys, n_queries, first_sum, high * inside - 1, (high - low) * inside,
+        first_visit, waits.to(gl.int32),
     )  # fmt: skip
     return block, start_q
 
 
 @gluon.jit
-def fetch_keys(descriptors, buffers, notes, barriers, i_item, block, PACKED: gl.constexpr, SLOTS: gl.constexpr, HALF_N: gl.constexpr):
+def fetch_keys(
+    descriptors,
+    buffers,
+    notes,
+    barriers,
+    i_item,
+    block,
+    PACKED: gl.constexpr,
+    SLOTS: gl.constexpr,
+    HALF_N: gl.constexpr,
+):
     """Note what the program's next block is, and start to read its K and V, once their slot is free."""
     _, k, v, _, _, _ = descriptors
     _, ks, vs, _, _, _ = buffers
@@ -79,7 +93,9 @@ def fetch_keys(descriptors, buffers, notes, barriers, i_item, block, PACKED: gl.
 
 @gluon.jit
 def fetch_queries(descriptors, buffers, barriers, count, place, row, o_row, PACKED: gl.constexpr, STAGES: gl.constexpr):
-    """Start to read a step's Q, dO and their rows' LSE and delta, once the buffers of this step, the `count`-th of the program, are free."""
+    """Start to read a step's Q, dO and their rows' LSE and delta, once the buffers of this step, the `count`-th of the
+    program, are free.
+    """
     q, _, _, do, lse_log2, delta = descriptors
     qs, _, _, dos, lses, deltas = buffers
     q_full, do_full, empty = barriers
@@ -97,10 +113,28 @@ def fetch_queries(descriptors, buffers, barriers, count, place, row, o_row, PACK
 @gluon.jit
 def fetch_blocks(
     given, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, OPENS: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, OPENS: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr,
+    SWEEPS: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: block after block, K and V, and each step's query tile; if it OPENS sums, the step's one before."""
-    descriptors, buffers, notes, of_blocks, of_steps, tickets, n_places, sizes, together, group, limits, offsets, sums, turns = given
+    """The fetching warp: block after block, K and V, and each step's query tile; if it OPENS sums, the step's one
+    before.
+    """
+    (
+        descriptors,
+        buffers,
+        notes,
+        of_blocks,
+        of_steps,
+        tickets,
+        n_places,
+        sizes,
+        together,
+        group,
+        limits,
+        offsets,
+        sums,
+        turns,
+    ) = given
     left, right = limits
     cu_q, cu_k = offsets
     _, _, n_slots_q, _, _, _ = sizes
@@ -110,7 +144,8 @@ def fetch_blocks(
     place = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while place < n_places:
         block, start_q = locate_block(
-            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, OPENS, SWEEPS, BLOCK_M, 2 * HALF_N
+            place, sizes, together, group, left, right, cu_q, cu_k, HAS_LEFT, HAS_RIGHT, PACKED, OPENS, SWEEPS,
+            BLOCK_M, 2 * HALF_N
         )  # fmt: skip
         i_block, i_b, i_hk, _, n_keys, n_queries, first_sum, last, n_visits, _, waits = block
         # A packed block may be a slot past its sequence's last.
@@ -126,7 +161,17 @@ def fetch_blocks(
                         p_sum = sums + i_sum.to(gl.int64) * (BLOCK_M * BLOCK_D)
                         open_sum(p_sum, turns + i_sum, i_block == 0, waits != 0, BLOCK_M * BLOCK_D)
                     rows_q = (i_b, i_head + i_g, start_q, n_queries)
-                    fetch_queries(descriptors, buffers, of_steps, done + i_step, rows_q, i_tile * BLOCK_M, i_sum * BLOCK_M, PACKED, STAGES)
+                    fetch_queries(
+                        descriptors,
+                        buffers,
+                        of_steps,
+                        done + i_step,
+                        rows_q,
+                        i_tile * BLOCK_M,
+                        i_sum * BLOCK_M,
+                        PACKED,
+                        STAGES,
+                    )
                 done += n_visits
                 first_sum += n_slots_q
         # Taken as late as can be: who has done its blocks takes the next, whatever they took.
@@ -140,7 +185,9 @@ def fetch_blocks(
 
 @gluon.jit
 def store_blocks(given, HALF_N: gl.constexpr, PACKED: gl.constexpr, SLOTS: gl.constexpr):
-    """The storing warp: dK and dV of block after block, from where K and V were, once both warpgroups have put them there."""
+    """The storing warp: dK and dV of block after block, from where K and V were, once both warpgroups have put them
+    there.
+    """
     outputs, buffers, notes, of_blocks, written = given
     dk, dv = outputs
     _, ks, vs, _, _, _ = buffers

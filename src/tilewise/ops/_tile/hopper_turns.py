@@ -1,4 +1,6 @@
-"""Blocks of keys that take turns in the backward for Hopper: what warps read of a block, who may add to which query tile's sum, and when."""
+"""Blocks of keys that take turns in the backward for Hopper: what warps read of a block, who may add to which query
+tile's sum, and when.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,17 +11,24 @@ from tilewise.ops._tile.reach import heads_of_sweep, meets_first
 
 # Tiles of dQ that `grant` may be ahead of `release`.
 TURNS = gl.constexpr(4)
-# What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's first key, keys, queries, the
-# number of its first sweep's visit 0 among all tiles of sums, the last visit, how many a sweep has, the one from which on no block before makes them,
-# and whether the block waits for those before it.
+# What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's
+# first key, keys, queries, the number of its first sweep's visit 0 among all tiles of sums, the last visit, how many a
+# sweep has, the one from which on no block before makes them, and whether the block waits for those before it.
 FIELDS = gl.constexpr(11)
 
 
 @gluon.jit
 def read_visits(notes, slot, WARPS: gl.constexpr):
-    """What is noted of the visits of the block in a slot: visit 0's number, the last, how many there are, and from which on the block is first."""
+    """What is noted of the visits of the block in a slot: visit 0's number, the last, how many there are, and from
+    which on the block is first.
+    """
     note = slot * FIELDS + 6
-    return read_note(notes, note, WARPS), read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS)
+    return (
+        read_note(notes, note, WARPS),
+        read_note(notes, note + 1, WARPS),
+        read_note(notes, note + 2, WARPS),
+        read_note(notes, note + 3, WARPS),
+    )
 
 
 @gluon.jit
@@ -52,7 +61,9 @@ def wait_turn(p_turn, i_block):
 
 @gluon.jit
 def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
-    """For one warp: 0 to a tile of sums if its block is the first to add there, and its counter to 1; else wait for that."""
+    """For one warp: 0 to a tile of sums if its block is the first to add there, and its counter to 1; else wait for
+    that.
+    """
     if is_first:
         o = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
         for i in range(0, ELEMENTS, 128):
@@ -66,7 +77,9 @@ def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
 
 @gluon.jit
 def grant(order, count, p_turn, i_block, waits):
-    """Lets the warpgroups add to the tile of step `count` once the block before theirs has; at most TURNS tiles ahead of `release`."""
+    """Lets the warpgroups add to the tile of step `count` once the block before theirs has; at most TURNS tiles ahead
+    of `release`.
+    """
     go, _, free = order
     mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
     if waits:
@@ -80,14 +93,17 @@ def release(order, count, p_turn, i_block):
     _, added, free = order
     mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
     mbarrier.arrive(free.index(count % TURNS), count=1)
-    # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest number stays: offsets that are
-    # not in order may make two sequences share a tile, and then nobody must see a smaller number than before.
+    # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest
+    # number stays: offsets that are not in order may make two sequences share a tile, and then nobody must see a
+    # smaller number than before.
     gl.atomic_max(p_turn, i_block + 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def take_turns(given, GRANTS: gl.constexpr, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr):
-    """One of two warps that keep the order of additions, through the steps of block after block: `grant` if GRANTS, else `release`."""
+    """One of two warps that keep the order of additions, through the steps of block after block: `grant` if GRANTS,
+    else `release`.
+    """
     notes, of_blocks, order, turns, group, n_slots_q = given
     full, empty = of_blocks
     i_item = gl.to_tensor(0)

@@ -1,8 +1,8 @@
 """Loads and stores of tiles of rows: a tile is BLOCK consecutive tokens of one head.
 
-`rows` bundles what names the rows of one head of one sequence: (x, strides, batch entry, head, first token, number of rows).
-x is a pointer, or with TMA a descriptor over [B, H, T, D] (packed tokens are one batch entry); strides are (batch, token, head), and the last axis is
-contiguous.
+`rows` bundles what names the rows of one head of one sequence: (x, strides, batch entry, head, first token, number of
+rows). x is a pointer, or with TMA a descriptor over [B, H, T, D] (packed tokens are one batch entry); strides are
+(batch, token, head), and the last axis is contiguous.
 """
 
 import triton
@@ -11,20 +11,36 @@ import triton.language as tl
 
 @triton.jit
 def tile_pointers(rows, i_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to rows `i_row .. i_row + BLOCK`. From tile to tile one scalar changes, so that the rest is hoisted out of loops."""
+    """Pointers to rows `i_row .. i_row + BLOCK`.
+
+    From tile to tile one scalar changes, so that the rest is hoisted out of loops.
+    """
     p_x, strides, i_b, i_h, start, _ = rows
-    p_head = p_x + tl.cast(i_b, tl.int64) * strides[0] + tl.cast(start, tl.int64) * strides[1] + tl.cast(i_h, tl.int64) * strides[2]
+    p_head = (
+        p_x
+        + tl.cast(i_b, tl.int64) * strides[0]
+        + tl.cast(start, tl.int64) * strides[1]
+        + tl.cast(i_h, tl.int64) * strides[2]
+    )
     o_r = tl.arange(0, BLOCK).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     return (p_head + tl.cast(i_row, tl.int64) * strides[1]) + (o_r[:, None] * strides[1] + o_d[None, :])
 
 
 @triton.jit
-def load_rows(rows, i_row, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, INSIDE: tl.constexpr = False):
+def load_rows(
+    rows,
+    i_row,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    INSIDE: tl.constexpr = False,
+):
     """Rows `i_row .. i_row + BLOCK` as [BLOCK, BLOCK_D]; what lies past the last row or past D is 0.
 
-    INSIDE promises that no row lies past the last. TMA is 1 for dense batches: the descriptor zeroes what lies past T by itself; and 2 for packed
-    ones, where the next sequence's rows lie there.
+    INSIDE promises that no row lies past the last. TMA is 1 for dense batches: the descriptor zeroes what lies past T
+    by itself; and 2 for packed ones, where the next sequence's rows lie there.
     """
     x, _, i_b, i_h, start, n_rows = rows
     if TMA:

@@ -1,10 +1,10 @@
 """Keep-masks of windowed attention, and the ranges of tiles that follow from them.
 
-Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`. A limit of None does not exist;
-causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
+Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`. A limit of None does
+not exist; causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
 
-With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes part where
-`j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
+With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes
+part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
 """
 
 import triton
@@ -52,7 +52,9 @@ def split_range(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def split_tail(ends, n_rows, BLOCK: tl.constexpr):
-    """Bounds of four runs from split_range's three: masked, whole, masked, and at last the tile that reaches past the last row, if one does."""
+    """Bounds of four runs from split_range's three: masked, whole, masked, and at last the tile that reaches past the
+    last row, if one does.
+    """
     low, full_low, full_high, high = ends
     inside = tl.maximum(low, n_rows // BLOCK * BLOCK)
     full_low = tl.minimum(full_low, inside)
@@ -72,7 +74,8 @@ def keys_before(position, KEY_STRIDE: tl.constexpr):
 def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
     """Keys up to the last that any query sees, where they have a stride, else all.
 
-    A packed sequence has room for one key more, or not, by where it lies: how tiles are masked, and so how sums round, must not follow from that.
+    A packed sequence has room for one key more, or not, by where it lies: how tiles are masked, and so how sums round,
+    must not follow from that.
     """
     if KEY_STRIDE is not None:
         n_keys = tl.minimum(n_keys, tl.maximum(keys_before(n_queries + right, KEY_STRIDE), 0))
@@ -81,14 +84,18 @@ def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
 
 @triton.jit
 def zero_unseen(b_x, i_n, n_seen, KEY_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows of keys `i_n .. i_n + BLOCK_N`, 0 for those that no query sees: a tile that needs no mask for the others leaves something there."""
+    """Rows of keys `i_n .. i_n + BLOCK_N`, 0 for those that no query sees: a tile that needs no mask for the others
+    leaves something there.
+    """
     if KEY_STRIDE is not None:
         b_x = tl.where((i_n + tl.arange(0, BLOCK_N) < n_seen)[:, None], b_x, 0.0)
     return b_x
 
 
 @triton.jit
-def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
+def key_range(
+    i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None
+):
     """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
     off = diagonal(n_queries, n_keys, KEY_STRIDE)
     low = 0
@@ -105,8 +112,13 @@ def key_range(i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def query_range(i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
-    """The query tiles that reach key tile `i_n`, likewise. A tile that runs past the last query counts as whole: those rows are zero."""
+def query_range(
+    i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None
+):
+    """The query tiles that reach key tile `i_n`, likewise.
+
+    A tile that runs past the last query counts as whole: those rows are zero.
+    """
     off = diagonal(n_queries, n_keys, KEY_STRIDE)
     low = 0
     full_low = 0
@@ -116,7 +128,8 @@ def query_range(i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOC
         low = key_position(i_n, KEY_STRIDE) - off - right
         last = i_n + BLOCK_N - 1
         if KEY_STRIDE is not None:
-            # Keys past the end stand far beyond the queries: they would leave no whole tile, and what is made of them is not stored.
+            # Keys past the end stand far beyond the queries: they would leave no whole tile, and what is made of them
+            # is not stored.
             last = tl.minimum(last, n_keys - 1)
         full_low = key_position(last, KEY_STRIDE) - off - right
     if left is not None:

@@ -1,4 +1,6 @@
-"""Which pairs of SiLU attention take part, and the ranges of tiles that hold them: by flash attention's mask, or with HISTORY by `history`'s."""
+"""Which pairs of SiLU attention take part, and the ranges of tiles that hold them: by flash attention's mask, or with
+HISTORY by `history`'s.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +10,9 @@ from tilewise.ops._tile.mask import keep, key_range, query_range, split_tail
 
 
 @triton.jit
-def kept_pairs(o_m, o_n, n_keys, off, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr):
+def kept_pairs(
+    o_m, o_n, n_keys, off, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr
+):
     """True where key `o_n` takes part for query `o_m`."""
     if not HISTORY:
         m_keep = keep(o_m, o_n, n_keys, off, left, right, KEY_STRIDE)
@@ -19,8 +23,8 @@ def kept_pairs(o_m, o_n, n_keys, off, left, right, history, KEY_STRIDE: tl.const
 
 @triton.jit
 def keys_of(
-    i_m, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    i_m, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The key tiles that query tile `i_m` reaches, as split_tail gives them: only the second run needs no mask."""
     if not HISTORY:
@@ -32,10 +36,12 @@ def keys_of(
 
 @triton.jit
 def queries_of(
-    i_n, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    i_n, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The query tiles that reach key tile `i_n`: the end of a run that begins at 0 and lies before the others, and those as split_tail gives them."""
+    """The query tiles that reach key tile `i_n`: the end of a run that begins at 0 and lies before the others, and
+    those as split_tail gives them.
+    """
     context_end = 0
     if not HISTORY:
         ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)

@@ -1,7 +1,9 @@
-"""Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a backward visits them.
+"""Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a
+backward visits them.
 
-A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know, from the same rule, which
-blocks add to it and which of them is the first. Limits that do not exist are left out by HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
+A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know,
+from the same rule, which blocks add to it and which of them is the first. Limits that do not exist are left out by
+HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
 """
 
 import triton
@@ -10,9 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def query_tiles(
-    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The first of the query tiles that meet keys `i_n .. i_n + BLOCK_N`, and the one after the last; none where those keys do not exist."""
+    """The first of the query tiles that meet keys `i_n .. i_n + BLOCK_N`, and the one after the last; none where those
+    keys do not exist.
+    """
     off = n_keys - n_queries
     low = 0
     high = n_queries
@@ -26,9 +31,11 @@ def query_tiles(
 
 @triton.jit
 def whole_tiles(
-    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Of the tiles that `query_tiles` gives, the first that needs no mask and the one after the last; none where a key lies past the end.
+    """Of the tiles that `query_tiles` gives, the first that needs no mask and the one after the last; none where a key
+    lies past the end.
 
     A tile that runs past the last query needs none for that: those rows' probabilities are 0.
     """
@@ -44,7 +51,8 @@ def whole_tiles(
 
 @triton.jit
 def key_blocks(
-    i_m, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    i_m, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """The first of the blocks of keys that meet the query tile whose first row is `i_m`, and the one after the last."""
     off = n_keys - n_queries
@@ -59,7 +67,8 @@ def key_blocks(
 
 @triton.jit
 def head_and_slot(place, n_slots, n_heads, together):
-    """Head and slot at a place in the order of work: `together` heads at a time, and of those all with the same slot in a row.
+    """Head and slot at a place in the order of work: `together` heads at a time, and of those all with the same slot in
+    a row.
 
     Of one head, the slots come in ascending order.
     """
@@ -71,7 +80,9 @@ def head_and_slot(place, n_slots, n_heads, together):
 
 @triton.jit
 def first_from(i_n, off, left, HAS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Under a left limit, the query tile from which on the block of keys at `i_n` is the first of those that meet a tile: see `meets_first`."""
+    """Under a left limit, the query tile from which on the block of keys at `i_n` is the first of those that meet a
+    tile: see `meets_first`.
+    """
     first = 0
     if HAS_LEFT:
         first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + left - off, 0), BLOCK_M))
@@ -80,7 +91,8 @@ def first_from(i_n, off, left, HAS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def meets_first(i_tile, first, i_block, HAS_LEFT: tl.constexpr):
-    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` as `first_from` has it.
+    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` as `first_from` has
+    it.
 
     Without a left limit the first block of all is, so that a loop need not hold `first`.
     """
@@ -92,7 +104,9 @@ def meets_first(i_tile, first, i_block, HAS_LEFT: tl.constexpr):
 
 @triton.jit
 def heads_of_sweep(group, SWEEPS: tl.constexpr):
-    """Of how many of a group's query heads one sweep over a block's query tiles visits each tile: of one if it SWEEPS once for each head."""
+    """Of how many of a group's query heads one sweep over a block's query tiles visits each tile: of one if it SWEEPS
+    once for each head.
+    """
     inside = group
     if SWEEPS:
         inside = 1
@@ -101,12 +115,16 @@ def heads_of_sweep(group, SWEEPS: tl.constexpr):
 
 @triton.jit
 def tile_and_head(i_visit, inside):
-    """Query tile, and which of a sweep's `inside` heads, of a visit: those are numbered tile by tile, and inside a tile head by head."""
+    """Query tile, and which of a sweep's `inside` heads, of a visit: those are numbered tile by tile, and inside a tile
+    head by head.
+    """
     return i_visit // inside, i_visit % inside
 
 
 @triton.jit
 def by_head(i_tile, n_slots, inside):
-    """The number of a tile, head by head, of the one that has `i_tile` where the `inside` heads of a sweep come inside of a slot."""
+    """The number of a tile, head by head, of the one that has `i_tile` where the `inside` heads of a sweep come inside
+    of a slot.
+    """
     i_slot, i_g = tile_and_head(i_tile, inside)
     return (i_slot // n_slots * inside + i_g) * n_slots + i_slot % n_slots

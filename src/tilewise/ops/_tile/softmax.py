@@ -1,4 +1,6 @@
-"""Scores and the online softmax, in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a probability."""
+"""Scores and the online softmax, in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a
+probability.
+"""
 
 import triton
 import triton.language as tl
@@ -6,9 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh to fp32 rounding: a polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel (libdevice is missing in the interpreter)."""
+    """tanh to fp32 rounding: a polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel (libdevice is missing in the
+    interpreter).
+    """
     z = x * x
-    poly = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
+    poly = (
+        ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+    ) * z - 3.33332819422e-1
     near = poly * z * x + x
     far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
     return tl.where(tl.abs(x) < 0.625, near, far)
@@ -16,7 +22,9 @@ def tanh(x):
 
 @triton.jit
 def cap_scores(b_s, score_scale):
-    """Scores under softcap, in units of softcap: `tanh(scale / softcap · s)`; unchanged where there is none (score_scale is None)."""
+    """Scores under softcap, in units of softcap: `tanh(scale / softcap · s)`; unchanged where there is none
+    (score_scale is None).
+    """
     if score_scale is not None:
         b_s = tanh(b_s * score_scale)
     return b_s
@@ -24,7 +32,9 @@ def cap_scores(b_s, score_scale):
 
 @triton.jit
 def score_gradient(b_p, b_dp, b_delta, b_s, score_scale):
-    """The gradient of the plain scores, but for `scale`, from probabilities, their gradient, delta and cap_scores' result."""
+    """The gradient of the plain scores, but for `scale`, from probabilities, their gradient, delta and cap_scores'
+    result.
+    """
     b_ds = b_p * (b_dp - b_delta)
     if score_scale is not None:
         b_ds = b_ds * (1.0 - b_s * b_s)
@@ -35,7 +45,8 @@ def score_gradient(b_p, b_dp, b_delta, b_s, score_scale):
 def online_softmax_terms(b_s, m, scale_log2, MASKED: tl.constexpr):
     """One step over scores `b_s` [M, N] (-inf where masked) and running maximum `m` (base 2), scale_log2 > 0.
 
-    Returns the probabilities relative to the new maximum, the new m, and the factor that earlier sums must be multiplied by.
+    Returns the probabilities relative to the new maximum, the new m, and the factor that earlier sums must be
+    multiplied by.
     """
     m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
     shift = m_new

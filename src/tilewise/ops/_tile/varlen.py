@@ -6,7 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def load_offset(p_cu, i_b, n_tokens):
-    """Offset `i_b`, kept inside 0 .. n_tokens whatever the memory holds, so that bad offsets never lead out of bounds."""
+    """Offset `i_b`, kept inside 0 .. n_tokens whatever the memory holds, so that bad offsets never lead
+    out of bounds.
+    """
     return tl.minimum(tl.maximum(tl.load(p_cu + i_b), 0), n_tokens).to(tl.int32)
 
 
@@ -21,8 +23,9 @@ def sequence_bounds(p_cu, i_b, n_tokens):
 def find_tile(p_cu, i_slot, n_batch, n_tokens, BLOCK: tl.constexpr):
     """The sequence that owns tile slot `i_slot`, and which of its tiles that is.
 
-    Sequence b owns the slots from `cu[b] // BLOCK + b` on: at least as many as it has tiles, and known without a look at the other lengths,
-    so that the host needs no lengths (no synchronisation) to choose a grid of `n_tokens // BLOCK + n_batch` slots.
+    Sequence b owns the slots from `cu[b] // BLOCK + b` on: at least as many as it has tiles, and known without a look
+    at the other lengths, so that the host needs no lengths (no synchronisation) to choose a grid of
+    `n_tokens // BLOCK + n_batch` slots.
     """
     low = 0
     high = n_batch
@@ -36,10 +39,12 @@ def find_tile(p_cu, i_slot, n_batch, n_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_tile(pid, n_tiles, n_heads, n_batch, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """Batch entry, head, first row, first token and number of rows for a program of the grid `n_tiles * heads * (1 if packed else batch)`.
+    """Batch entry, head, first row, first token and number of rows for a program of the grid
+    `n_tiles * heads * (1 if packed else batch)`.
 
-    Tiles of one head are neighbours, so that they share its keys in the L2 cache. LAST_FIRST starts with the last tile: the longest under a
-    causal mask. A packed program may own a slot past its sequence's last tile: its first row is then not below the number of rows.
+    Tiles of one head are neighbours, so that they share its keys in the L2 cache. LAST_FIRST starts with the last tile:
+    the longest under a causal mask. A packed program may own a slot past its sequence's last tile: its first row is
+    then not below the number of rows.
     """
     i_tile = pid % n_tiles
     i_bh = pid // n_tiles
@@ -56,7 +61,8 @@ def locate_tile(pid, n_tiles, n_heads, n_batch, n_rows, p_cu, LAST_FIRST: tl.con
 
 @triton.jit
 def other_side(p_cu, i_b, n_tokens, i_row, n_rows):
-    """Batch entry to index with, first token and length of the sequence's other side (keys for a query tile, queries for a key tile).
+    """Batch entry to index with, first token and length of the sequence's other side (keys for a query tile, queries
+    for a key tile).
 
     Length 0 where the program owns no row, so that its loop does not run. A packed tensor has no batch axis: entry 0.
     """
@@ -70,9 +76,11 @@ def other_side(p_cu, i_b, n_tokens, i_row, n_rows):
 
 @triton.jit
 def locate_slot(i_slot, p_cu, n_batch, n_tokens, BLOCK: tl.constexpr):
-    """Sequence, which of its tiles, its first token of all and its length, for tile slot `i_slot` of all sequences together.
+    """Sequence, which of its tiles, its first token of all and its length, for tile slot `i_slot` of all sequences
+    together.
 
-    The order is that of tokens. Dense sequences of n_tokens have as many slots as tiles; packed ones as `find_tile` says.
+    The order is that of tokens. Dense sequences of n_tokens have as many slots as tiles; packed ones as `find_tile`
+    says.
     """
     if p_cu is None:
         per_sequence = tl.cdiv(n_tokens, BLOCK)
@@ -97,7 +105,8 @@ def first_slot(i_b, p_cu, n_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """As `locate_tile`, in the order of work: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense ones have none.
+    """As `locate_tile`, in the order of work: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense
+    ones have none.
 
     All heads of a tile are neighbours.
     """
@@ -119,12 +128,15 @@ def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.co
 
 
 @triton.jit(do_not_specialize=("n_batch", "n_tokens", "n_slots"))
-def order_tiles_kernel(cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
+def order_tiles_kernel(
+    cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr
+):
     # Grid: sequences.
     # Owns: one sequence's tiles of BLOCK tokens.
-    # Loops over: all sequences, to find how many tiles those before it have: the longer ones, and of equals the earlier.
-    # Writes: for each tile its sequence, number, and the sequence's first token and length; LAST_FIRST from the last tile down. The last program also
-    # fills the slots left over, with tiles past the end of a sequence.
+    # Loops over: all sequences, to find how many tiles those before it have: the longer ones, and of equals the
+    # earlier.
+    # Writes: for each tile its sequence, number, and the sequence's first token and length; LAST_FIRST from the last
+    # tile down. The last program also fills the slots left over, with tiles past the end of a sequence.
     i_b = tl.program_id(0)
     start, n_mine = sequence_bounds(cu, i_b, n_tokens)
     first = 0
@@ -137,7 +149,9 @@ def order_tiles_kernel(cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.con
         length = tl.maximum(high - low, 0)
         before = m_b & ((length > n_mine) | ((length == n_mine) & (o_b < i_b)))
         # Offsets that decrease may add up to more tiles than there are slots; clamped, they cannot overflow.
-        first = tl.minimum(first + tl.sum(tl.where(before, tl.cdiv(length, BLOCK), 0).to(tl.int64), 0), n_slots).to(tl.int32)
+        first = tl.minimum(first + tl.sum(tl.where(before, tl.cdiv(length, BLOCK), 0).to(tl.int64), 0), n_slots).to(
+            tl.int32
+        )
         n_before += tl.sum(before.to(tl.int32), 0)
     n_tiles = tl.cdiv(n_mine, BLOCK)
     last = tl.minimum(first + n_tiles, n_slots)
@@ -157,7 +171,8 @@ def order_tiles_kernel(cu, tiles, n_batch, n_tokens, n_slots, LAST_FIRST: tl.con
 
 @triton.jit
 def same_or_other_side(p_cu, p_cu_other, i_b, start, n_rows, n_others):
-    """Batch entry to index with, first token and length of the sequence's other side. A packed tensor has no batch axis: entry 0.
+    """Batch entry to index with, first token and length of the sequence's other side. A packed tensor has no batch
+    axis: entry 0.
 
     Packed sequences whose other side has no offsets of its own have the same on both; dense ones have `n_others` rows.
     """

@@ -40,13 +40,13 @@ def block_sparse_attn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Block-sparse attention for HSTU, causal: `u · (LN(g_cmp · o_cmp) + LN(g_slc · o_slc) [+ LN(g_swa · o_swa)])`.
 
-    Keys are weighted by `A(q·k) = SiLU(scale · q·k) / scale`, with no softmax. o_cmp is the sum over the means of whole blocks, o_slc that over the
-    keys of the blocks which those weights choose, o_swa that over the last window_size keys. LN is layer norm over the heads and channels of a
-    token together, eps 1e-6, no weights.
+    Keys are weighted by `A(q·k) = SiLU(scale · q·k) / scale`, with no softmax. o_cmp is the sum over the means of whole
+    blocks, o_slc that over the keys of the blocks which those weights choose, o_swa that over the last window_size
+    keys. LN is layer norm over the heads and channels of a token together, eps 1e-6, no weights.
 
     Args:
-        q: queries `[B, T, H, D]`, or packed `[N, H, D]` with seq_offsets. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous,
-            every other stride is free.
+        q: queries `[B, T, H, D]`, or packed `[N, H, D]` with seq_offsets. fp16, bf16 or fp32; D from 1 to 256. The last
+            axis must be contiguous, every other stride is free.
         k: keys, of q's shape.
         v: values `[B, T, H, Dv]` or `[N, H, Dv]`; Dv may differ from D.
         u: what the sum is multiplied by, of v's shape, in q's dtype or fp32.
@@ -55,15 +55,20 @@ def block_sparse_attn(
         block_size: tokens in a block.
         window_size: keys of the sliding window, the query's own included; 0 leaves this branch, and g_swa, out.
         scale: any finite number above 0, by default `D ** -0.5`.
-        interleave: head 2i + 1 takes head 2i's blocks, which needs an even number of heads; otherwise each head chooses for itself.
-        seq_offsets: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence may be empty.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        interleave: head 2i + 1 takes head 2i's blocks, which needs an even number of heads; otherwise each head chooses
+            for itself.
+        seq_offsets: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a
+            sequence may be empty.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
-        The output, of v's shape and in q's dtype; and the blocks, int32 `[B, H, T, S]` with `S = min(block_counts, ceil(T / block_size))`, or packed
-        `[H, N, block_counts]`, counted from the sequence's own start: ascending, -1 at the end. The choice passes no gradient.
+        The output, of v's shape and in q's dtype; and the blocks, int32 `[B, H, T, S]` with
+        `S = min(block_counts, ceil(T / block_size))`, or packed `[H, N, block_counts]`, counted from the sequence's own
+        start: ascending, -1 at the end. The choice passes no gradient.
 
-    Values in seq_offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in seq_offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     given = q, k, v, u, g_cmp, g_slc, g_swa, seq_offsets
     options = block_counts, block_size, window_size, scale, interleave, backend
@@ -97,7 +102,8 @@ def _prepare(
     backend = _check_tensors(q, k, v, u, (g_cmp, g_slc, g_swa), offsets, backend)
     if interleave and q.shape[-2] % 2 != 0:
         raise ValueError(
-            f"interleave is True and q has {q.shape[-2]} heads: head 2i + 1 takes head 2i's blocks; give an even number, or interleave=False"
+            f"interleave is True and q has {q.shape[-2]} heads: head 2i + 1 takes head 2i's blocks; give an even"
+            " number, or interleave=False"
         )
     scale = _scale_of(q, scale)
     if backend == "reference":
@@ -105,7 +111,22 @@ def _prepare(
     # Without its branch a gate takes no part, whatever it holds.
     g_swa = g_swa if window_size > 0 else None
     offsets = None if offsets is None else offsets.contiguous()
-    return q, k, v, u, g_cmp, g_slc, g_swa, offsets, block_counts, block_size, window_size, scale, bool(interleave), backend
+    return (
+        q,
+        k,
+        v,
+        u,
+        g_cmp,
+        g_slc,
+        g_swa,
+        offsets,
+        block_counts,
+        block_size,
+        window_size,
+        scale,
+        bool(interleave),
+        backend,
+    )
 
 
 def _by_reference(
@@ -171,7 +192,10 @@ def _check_values(q: torch.Tensor, offsets: torch.Tensor | None) -> None:
 
 
 def _options(numbers: tuple[Any, ...], tokens: int) -> tuple[Options, str]:
-    """From the schema's last arguments. A window longer than the sequence changes nothing more: so no position overflows."""
+    """From the schema's last arguments.
+
+    A window longer than the sequence changes nothing more: so no position overflows.
+    """
     block_counts, block_size, window_size, scale, interleave, backend = numbers
     window_size = min(window_size, max(tokens, 1))
     return Options(block_counts, block_size, window_size, scale, interleave), backend
@@ -252,11 +276,20 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: An
 
     chosen = empty(*batch, heads, tokens, slots, dtype=torch.int32)
     means = (empty(*batch, tokens // block_size, heads, x.shape[-1]) for x in (k, v))
-    return empty(*v.shape), chosen, *means, empty(*v.shape), empty(*v.shape), empty(*v.shape) if window_size > 0 else empty(0)
+    return (
+        empty(*v.shape),
+        chosen,
+        *means,
+        empty(*v.shape),
+        empty(*v.shape),
+        empty(*v.shape) if window_size > 0 else empty(0),
+    )
 
 
 def _fake_backward(do: torch.Tensor, q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(nothing(q) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *others[:6]))
+    return tuple(
+        nothing(q) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *others[:6])
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -19,7 +19,8 @@ ELEMENTS_A_WARP, MOST_WARPS = 512, 16
 class Config(NamedTuple):
     """Rows a tile, warps, stages; and blocks a tile (choose only).
 
-    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room for.
+    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room
+    for.
     """
 
     block_m: int
@@ -47,7 +48,8 @@ MOST_OF_4_WARPS = 4096
 
 @cached
 def choose(kernel: Kernel, width: int, element_size: int, architecture: int, keys: int = 0) -> Config:
-    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100).
+    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an
+    H100).
 
     `keys` is how many a tile of keys holds, which follows from the block.
     """
@@ -55,15 +57,20 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int, key
     if kernel != "selected_bwd":
         return config
     if family(architecture) == "small" and width > WIDTHS[1]:
-        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(num_warps=4, num_stages=1)
+        return (
+            config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(num_warps=4, num_stages=1)
+        )
     return config._replace(num_warps=8) if element_size == 2 and keys * width > MOST_OF_4_WARPS else config
 
 
-# Programs of the means' dK and dV that fill a large GPU several times over; tokens a tile; query tiles that a part must have at least; most parts.
+# Programs of the means' dK and dV that fill a large GPU several times over; tokens a tile; query tiles that a part must
+# have at least; most parts.
 ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_PARTS = 132 * 8, 64, 8, 16
 
 
 def query_parts(rows: int, tokens: int) -> int:
-    """Into how many parts the queries are divided for the gradient of `rows` means (of all heads together), where a sequence has `tokens` tokens."""
+    """Into how many parts the queries are divided for the gradient of `rows` means (of all heads together), where a
+    sequence has `tokens` tokens.
+    """
     programs, steps = -(-rows // TILE), -(-tokens // TILE)
     return min(max(1, ENOUGH_PROGRAMS // max(1, programs)), max(1, steps // LEAST_STEPS), MOST_PARTS)

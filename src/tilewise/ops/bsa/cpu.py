@@ -1,4 +1,5 @@
-"""Block-sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole. The same functions as in `launch`.
+"""Block-sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole. The same
+functions as in `launch`.
 
 Heads lie in front. A value that is not finite reaches what sees it, and nothing else.
 """
@@ -17,7 +18,9 @@ Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[rows, H, D] -> fp32 [H, rows, D], in memory of its own: a product's last bit may depend on where its operands lie."""
+    """[rows, H, D] -> fp32 [H, rows, D], in memory of its own: a product's last bit may depend on where its operands
+    lie.
+    """
     return x.float().transpose(0, 1).contiguous()
 
 
@@ -26,8 +29,12 @@ def _scaled(q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor, scale: float) 
     return (q @ k.mT * scale).masked_fill(~keep, 0.0)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [.., M, D], k [.., N, D], v [.., N, Dv], keep [M, N] -> the output [.., M, Dv], and the weights A(q·k) [.., M, N]."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [.., M, D], k [.., N, D], v [.., N, Dv], keep [M, N] -> the output [.., M, Dv], and the weights A(q·k) [.., M,
+    N].
+    """
     weights = torch.nn.functional.silu(_scaled(q, k, keep, scale)) / scale
     return tiles.weighted(weights, keep, v), weights
 
@@ -37,7 +44,8 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv of `_attend`."""
     z = _scaled(q, k, keep, scale)
-    # The derivative of A by q·k: that of SiLU, for the scale inside and the one outside cancel. sigmoid(-z) and not 1 - sigmoid(z), which cancels.
+    # The derivative of A by q·k: that of SiLU, for the scale inside and the one outside cancel. sigmoid(-z) and not 1 -
+    # sigmoid(z), which cancels.
     slope = z.sigmoid() * (1 + z * (-z).sigmoid())
     ds = (do @ v.mT * slope).masked_fill(~keep, 0.0)
     weights = torch.nn.functional.silu(z) / scale
@@ -57,8 +65,12 @@ def _near(rows: slice, window_size: int) -> tuple[slice, torch.Tensor]:
     return keys, (back >= 0) & (back < window_size)
 
 
-def _chosen(block_indices: torch.Tensor, rows: slice, tokens: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys [n] that a chunk's queries reach together by their blocks [rows, S], and which query keeps which, [rows, n]."""
+def _chosen(
+    block_indices: torch.Tensor, rows: slice, tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys [n] that a chunk's queries reach together by their blocks [rows, S], and which query keeps which, [rows,
+    n].
+    """
     indices = block_indices.long()
     blocks = indices[indices >= 0].unique()
     keys = (blocks[:, None] * block_size + torch.arange(block_size, device="cpu")).flatten()
@@ -68,10 +80,15 @@ def _chosen(block_indices: torch.Tensor, rows: slice, tokens: int, block_size: i
 
 
 def _choose(weights: torch.Tensor, rows: slice, slots: int, block_size: int) -> torch.Tensor:
-    """The best blocks by the weights of those that have ended, [H, rows, whole blocks] -> int32 [H, rows, slots]: ascending, -1 at the end."""
+    """The best blocks by the weights of those that have ended, [H, rows, whole blocks] -> int32 [H, rows, slots]:
+    ascending, -1 at the end.
+    """
     blocks = -(-rows.stop // block_size)
-    # Infinities mark, so a score that overflowed or is NaN must be finite: the query's own block stays the best and a later one the worst.
-    scores = torch.nn.functional.pad(weights.nan_to_num(nan=torch.finfo(torch.float32).min), (0, blocks - weights.shape[-1]))
+    # Infinities mark, so a score that overflowed or is NaN must be finite: the query's own block stays the best and a
+    # later one the worst.
+    scores = torch.nn.functional.pad(
+        weights.nan_to_num(nan=torch.finfo(torch.float32).min), (0, blocks - weights.shape[-1])
+    )
     block, current = torch.arange(blocks, device="cpu"), tiles.positions(rows) // block_size
     scores = scores.masked_fill(block > current, -torch.inf).masked_fill(block == current, torch.inf)
     best, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -93,7 +110,9 @@ def _gated_norm(o: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     return torch.nn.functional.layer_norm(gated, gated.shape[-2:], eps=LAYER_NORM_EPS)
 
 
-def _gated_norm_backward(dy: torch.Tensor, o: torch.Tensor, gate: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _gated_norm_backward(
+    dy: torch.Tensor, o: torch.Tensor, gate: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """LN(gate · o) again, and the gradients of o and of the gate."""
     factor = None if gate is None else gate.float()[..., None]
     gated = o if factor is None else factor * o
@@ -112,7 +131,15 @@ def _rows(gates: Gates, at: tiles.Place, rows: slice) -> Gates:
     return g_cmp, g_slc, g_swa
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor, gates: Gates, cu: torch.Tensor | None, options: Options) -> Results:
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u: torch.Tensor,
+    gates: Gates,
+    cu: torch.Tensor | None,
+    options: Options,
+) -> Results:
     """All branches, the choice between the first two, and their sum; in q's dtype."""
     count, block_size, window_size, scale, interleave = options
     tokens, heads = q.shape[-3], q.shape[-2]
@@ -151,7 +178,13 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor, 
 
 
 def _sum_backward(
-    do: torch.Tensor, u: torch.Tensor, gates: Gates, outputs: list[torch.Tensor], dgates: list[torch.Tensor | None], at: tiles.Place, rows: slice
+    do: torch.Tensor,
+    u: torch.Tensor,
+    gates: Gates,
+    outputs: list[torch.Tensor],
+    dgates: list[torch.Tensor | None],
+    at: tiles.Place,
+    rows: slice,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A chunk of du [rows, H, Dv], and each branch's do [H, rows, Dv]; fills the same rows of dgates."""
     b_do = do[at][rows].float()
@@ -181,7 +214,9 @@ def backward(
     cu: torch.Tensor | None,
     options: Options,
 ) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv, du and the gates' gradients, each in its input's dtype and contiguous; dk and dv are summed over chunks in fp32, in order."""
+    """dq, dk, dv, du and the gates' gradients, each in its input's dtype and contiguous; dk and dv are summed over
+    chunks in fp32, in order.
+    """
     _, block_size, window_size, scale, interleave = options
     heads, windows = q.shape[-2], mean_windows(cu, q.shape[-3], block_size)
     dq, dk, dv, du = (torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, k, v, u))

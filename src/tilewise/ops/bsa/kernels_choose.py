@@ -1,10 +1,11 @@
 """Which blocks each token attends to: its own, and of those before it the best by score, exactly.
 
-A program owns BLOCK_M tokens of one head and walks the whole blocks before them, BLOCK_N at a time. A block's key holds its score's bits above, in an
-order that integers share, and its number, inverted, below: keys are all different, and the larger of two is the one to take. The best are kept on
+A program owns BLOCK_M tokens of one head and walks the whole blocks before them, BLOCK_N at a time. A block's key holds
+its score's bits above, in an order that integers share, and its number, inverted, below: keys are all different, and
+the larger of two is the one to take. The best are kept on
 chip: as long as a tile's best key beats the worst of those kept, it takes its place. Nothing is written but the choice.
-Operations: 2 · D a pair of query and block, as half of the compressed branch, and a few rounds of maxima. Bytes: q once, the blocks' means from the
-L2 cache.
+Operations: 2 · D a pair of query and block, as half of the compressed branch, and a few rounds of maxima. Bytes: q
+once, the blocks' means from the L2 cache.
 """
 
 import triton
@@ -31,13 +32,15 @@ def score_keys(b_score, o_n, m_n):
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_choose_kernel(
-    q, k_cmp, indices, public, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_choosing, n_windows, n_tiles, scale_log2,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_P: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_cmp, indices, public, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_choosing, n_windows, n_tiles,
+    scale_log2, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M tokens x heads that choose: every one, or of HEADS that share a choice the first.
     # Owns: BLOCK_M tokens of one head.
-    # Loops over: tiles of the blocks before the last token's own, and rounds until no block of a tile is better than those kept.
+    # Loops over: tiles of the blocks before the last token's own, and rounds until no block of a tile is better than
+    # those kept.
     # Writes: each token's blocks, ascending, -1 behind the last, by token and by head.
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
@@ -55,7 +58,9 @@ def bsa_choose_kernel(
     own = o_m // BLOCK_SIZE
     o_s = tl.arange(0, COUNT_P)
     # Places for all but the own block, different from each other; the others hold what nothing beats.
-    kept = tl.where(o_s < COUNT - 1, o_s.to(tl.int64) + (NONE + 1), -(NONE + 1))[None, :] + tl.zeros([BLOCK_M, COUNT_P], tl.int64)
+    kept = tl.where(o_s < COUNT - 1, o_s.to(tl.int64) + (NONE + 1), -(NONE + 1))[None, :] + tl.zeros(
+        [BLOCK_M, COUNT_P], tl.int64
+    )
     if COUNT > 1:
         n_before = (tl.minimum(i_m + BLOCK_M, Tq) - 1) // BLOCK_SIZE
         for i_n in range(0, n_before, BLOCK_N):

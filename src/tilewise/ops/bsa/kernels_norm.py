@@ -1,5 +1,6 @@
-"""The branches' outputs, each times its gate and through layer norm over all heads and channels of a token, summed and times u; and what that passes
-back. Every element is read and written once: the means and deviations of a token are computed again in the backward.
+"""The branches' outputs, each times its gate and through layer norm over all heads and channels of a token, summed and
+times u; and what that passes back. Every element is read and written once: the means and deviations of a token are
+computed again in the backward.
 """
 
 import triton
@@ -9,8 +10,12 @@ SIZES = ("n_rows", "n_tokens")
 
 
 @triton.jit
-def token_elements(n_rows, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr):
-    """A program's tokens [R]; offsets of their heads [R, H_P] and elements [R, H_P, BLOCK_DV] where they lie end to end; which elements exist."""
+def token_elements(
+    n_rows, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """A program's tokens [R]; offsets of their heads [R, H_P] and elements [R, H_P, BLOCK_DV] where they lie end to
+    end; which elements exist.
+    """
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_h = tl.arange(0, H_P)
     o_d = tl.arange(0, BLOCK_DV)
@@ -23,7 +28,11 @@ def token_elements(n_rows, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr,
 def strided_elements(strides, o_r, n_tokens, H_P: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Offsets of the same elements in a tensor of other strides over (batch, token, head)."""
     o_token = (o_r // n_tokens).to(tl.int64) * strides[0] + (o_r % n_tokens).to(tl.int64) * strides[1]
-    return o_token[:, None, None] + (tl.arange(0, H_P).to(tl.int64) * strides[2])[None, :, None] + tl.arange(0, BLOCK_DV)[None, None, :]
+    return (
+        o_token[:, None, None]
+        + (tl.arange(0, H_P).to(tl.int64) * strides[2])[None, :, None]
+        + tl.arange(0, BLOCK_DV)[None, None, :]
+    )
 
 
 @triton.jit
@@ -60,7 +69,8 @@ def normalise(b_x, m_x, N: tl.constexpr, EPS: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def bsa_norm_fwd_kernel(
     o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, o, n_rows, n_tokens,
-    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R tokens.
     # Owns: BLOCK_R tokens, all heads.
@@ -95,8 +105,9 @@ def branch_backward(x, gate, dx, dgate, b_dy, o_head, o_x, m_x, H: tl.constexpr,
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_norm_bwd_kernel(
-    do, o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, do_cmp, do_slc, do_swa, dg_cmp, dg_slc, dg_swa, du, n_rows, n_tokens,
-    H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr,
+    do, o_cmp, o_slc, o_swa, g_cmp, g_slc, g_swa, u, u_strides, do_cmp, do_slc, do_swa, dg_cmp, dg_slc, dg_swa, du,
+    n_rows, n_tokens, H: tl.constexpr, H_P: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R tokens.
     # Owns: BLOCK_R tokens, all heads.

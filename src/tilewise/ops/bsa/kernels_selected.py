@@ -1,11 +1,14 @@
-"""Attention through SiLU to the blocks that tokens choose, in key order: a program owns a block of keys and a segment of the tokens that chose it.
+"""Attention through SiLU to the blocks that tokens choose, in key order: a program owns a block of keys and a segment
+of the tokens that chose it.
 
-*Forward*: it gathers their queries, BLOCK_M at a time, and writes a result for each; a second kernel adds each token's results in the order of its
-slots. *Backward*: it sums dK and dV over those rows, and writes a part of dQ for each. Lists, segments and both sums are those of native sparse
-attention's selected branch: no atomics, so the same inputs give the same bits. There is no softmax, so nothing else is passed between blocks.
+*Forward*: it gathers their queries, BLOCK_M at a time, and writes a result for each; a second kernel adds each token's
+results in the order of its slots. *Backward*: it sums dK and dV over those rows, and writes a part of dQ for each.
+Lists, segments and both sums are those of native sparse attention's selected branch: no atomics, so the same inputs
+give the same bits. There is no softmax, so nothing else is passed between blocks.
 
-Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step forward, 5 products backward. Bytes: K and V once a segment; for each token and slot a row of q
-and one of results, written and read again; backward rows of q and do, and a row of dq, likewise. HEADS heads that share a choice share the lists.
+Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step forward, 5 products backward. Bytes: K and V once a segment; for
+each token and slot a row of q and one of results, written and read again; backward rows of q and do, and a row of dq,
+likewise. HEADS heads that share a choice share the lists.
 """
 
 import triton
@@ -21,9 +24,10 @@ SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile")
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_selected_fwd_kernel(
-    q, k, v, partial_o, perm, segments, ends, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, scale_log2,
-    HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, partial_o, perm, segments, ends, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads, n_slots,
+    first_tile, scale_log2, HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most, x HEADS heads that share a choice.
     # Owns: one block of keys of one head and SEGMENT entries of its list.
@@ -57,15 +61,17 @@ def bsa_selected_fwd_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_selected_bwd_kernel(
-    q, k, v, do, dk, dv, partial_dk, partial_dv, partial_dq, perm, segments, ends, q_strides, k_strides, v_strides, do_strides, cu,
-    n_batch, n_tokens, n_heads, n_slots, first_tile, scale, scale_log2,
-    HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, dk, dv, partial_dk, partial_dv, partial_dq, perm, segments, ends, q_strides, k_strides, v_strides,
+    do_strides, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, scale, scale_log2,
+    HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most, x HEADS heads that share a choice.
     # Owns: one block of keys of one head and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M at a time.
-    # Writes: its part of dk and dv, added where it is a list's first segment, else left aside; and each entry's part of dq.
+    # Writes: its part of dk and dv, added where it is a list's first segment, else left aside; and each entry's part of
+    # dq.
     i_segment = tl.program_id(0) // HEADS
     if no_segment(None, 0, ends + n_heads * n_slots - 1, i_segment):
         return
@@ -92,7 +98,9 @@ def bsa_selected_bwd_kernel(
         b_do = gather_rows(p_do, do_strides, o_c, o_g, m_r, DV, BLOCK_DV, INDEX)
         # [M, D] @ [D, N] -> [M, N]
         b_p, b_slope = silu_slopes(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None, scale)
-        m_keep = tl.arange(0, BLOCK_N)[None, :] < keys_kept(o_s, o_c + offset, i_key, Tk, S, 0, True, BLOCK_SIZE)[:, None]
+        m_keep = (
+            tl.arange(0, BLOCK_N)[None, :] < keys_kept(o_s, o_c + offset, i_key, Tk, S, 0, True, BLOCK_SIZE)[:, None]
+        )
         # [M, DV] @ [DV, N] -> [M, N]
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_p = tl.where(m_keep, b_p, 0.0).to(b_do.dtype)

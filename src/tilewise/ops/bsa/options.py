@@ -19,11 +19,12 @@ class Options(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output, the blocks as the public function returns them, and what the backward needs: all but the blocks in q's dtype and contiguous.
+    """The output, the blocks as the public function returns them, and what the backward needs: all but the blocks in
+    q's dtype and contiguous.
 
-    k_cmp and v_cmp are the whole blocks' means: dense [B, T // block_size, H, ·], packed [N // block_size, H, ·]; in which rows a packed sequence's
-    means lie is the backend's own business. o_cmp, o_slc and o_swa are the branches' outputs before gates and layer norm; o_swa is empty, [0], where
-    window_size is 0.
+    k_cmp and v_cmp are the whole blocks' means: dense [B, T // block_size, H, ·], packed [N // block_size, H, ·]; in
+    which rows a packed sequence's means lie is the backend's own business. o_cmp, o_slc and o_swa are the branches'
+    outputs before gates and layer norm; o_swa is empty, [0], where window_size is 0.
     """
 
     o: "torch.Tensor"

@@ -1,4 +1,7 @@
-"""Block-sparse attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every score matrix whole."""
+"""Block-sparse attention's definition, in plain torch: readable, differentiable, any dtype up to fp64.
+
+Builds every score matrix whole.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +20,8 @@ def _block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def _weights(q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
     """A(q·k) where kept, else 0: q [B, T, H, D], k [B, J, H, D], keep [T, J] or [B, H, T, J] -> [B, H, T, J]."""
-    # SiLU(0) = 0, so a pair left out is given score 0 before SiLU, not weight 0 after it: nothing of its score then enters the gradients.
+    # SiLU(0) = 0, so a pair left out is given score 0 before SiLU, not weight 0 after it: nothing of its score then
+    # enters the gradients.
     scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(~keep, 0.0)
     return torch.nn.functional.silu(scale * scores) / scale
 
@@ -28,7 +32,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tenso
 
 
 def _gated_norm(o: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """LN(gate · o) over all heads and channels of a token together; a row that sees nothing gives LN(0) = 0, with finite slope thanks to eps."""
+    """LN(gate · o) over all heads and channels of a token together; a row that sees nothing gives LN(0) = 0, with
+    finite slope thanks to eps.
+    """
     gated = o if gate is None else gate[..., None] * o
     return torch.nn.functional.layer_norm(gated, gated.shape[-2:], eps=LAYER_NORM_EPS)
 
@@ -42,13 +48,16 @@ def _choice_scores(q: torch.Tensor, k: torch.Tensor, block_size: int, scale: flo
     before = block < current
     # Every block before the current one is whole; one that is not can only be the current one.
     scores = _weights(q, _block_means(k, block_size), before[:, :whole], scale)
-    # Infinities mark, so a score that overflowed or is NaN must be finite: cur stays the best and a later block the worst.
+    # Infinities mark, so a score that overflowed or is NaN must be finite: cur stays the best and a later block the
+    # worst.
     scores = torch.nn.functional.pad(scores.nan_to_num(nan=torch.finfo(scores.dtype).min), (0, blocks - whole))
     return scores.masked_fill(block > current, -torch.inf).masked_fill(block == current, torch.inf)
 
 
 def _choose(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best of [B, H, T, blocks], ties to the lower index: int32 [B, H, T, count], ascending, -1 at the end."""
+    """The `count` best of [B, H, T, blocks], ties to the lower index: int32 [B, H, T, count], ascending, -1
+    at the end.
+    """
     blocks = scores.shape[-1]
     best, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     # What may not be chosen is numbered past the last block, so that it ends up behind what is.
@@ -58,7 +67,9 @@ def _choose(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _selected(block_indices: torch.Tensor, tokens: int, block_size: int) -> torch.Tensor:
-    """[B, H, T, S] -> [B, H, T, T], True where the key is not after the query and lies in one of its blocks; -1 is no block."""
+    """[B, H, T, S] -> [B, H, T, T], True where the key is not after the query and lies in one of its blocks; -1 is no
+    block.
+    """
     position = torch.arange(tokens, device=block_indices.device)
     block = torch.arange(-(-tokens // block_size), device=block_indices.device)
     chosen = (block_indices[..., None] == block).any(-2)
@@ -76,7 +87,9 @@ def _one_length(
     window_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """One batch of equal lengths with its blocks chosen: q, k [B, T, H, D], v, u [B, T, H, Dv], gates [B, T, H] -> [B, T, H, Dv]."""
+    """One batch of equal lengths with its blocks chosen: q, k [B, T, H, D], v, u [B, T, H, Dv], gates [B, T, H] -> [B,
+    T, H, Dv].
+    """
     g_cmp, g_slc, g_swa = gates
     tokens = q.shape[1]
     position = torch.arange(tokens, device=q.device)
@@ -102,8 +115,9 @@ def choice_scores(
 ) -> torch.Tensor:
     """The scores by which each head's blocks are chosen: [B, H, T, blocks], packed [H, N, most blocks of a sequence].
 
-    The query's own block, which is forced, has +inf; a block that may not be chosen, being later or beyond the sequence, has -inf. These are the
-    scores before interleave gives head 2i's choice to head 2i+1. They carry no gradient. compute_dtype is as in `block_sparse_attn`.
+    The query's own block, which is forced, has +inf; a block that may not be chosen, being later or beyond the
+    sequence, has -inf. These are the scores before interleave gives head 2i's choice to head 2i+1. They carry no
+    gradient. compute_dtype is as in `block_sparse_attn`.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     compute_dtype = compute_dtype or wide
@@ -115,7 +129,9 @@ def choice_scores(
         rows = [slice(0, 0), *(slice(*ends) for ends in itertools.pairwise(seq_offsets.tolist()))]
         parts = [_choice_scores(q[None, r], k[None, r], block_size, scale)[0] for r in rows]
         most = max(part.shape[-1] for part in parts)
-        scores = torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=-torch.inf) for part in parts], dim=1)
+        scores = torch.cat(
+            [torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=-torch.inf) for part in parts], dim=1
+        )
     return scores.to(torch.promote_types(wide, compute_dtype))
 
 
@@ -139,9 +155,10 @@ def block_sparse_attn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output in q's dtype, and the chosen blocks: int32 [B, H, T, S], packed [H, N, block_counts].
 
-    compute_dtype is the precision of every step, the choice too: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits this is what
-    eager torch would give, which tells how much error a precision costs. block_indices, laid out as they are returned, are taken as they are in
-    place of a choice, so that two implementations can be compared under the same one.
+    compute_dtype is the precision of every step, the choice too: by default fp32, or fp64 for fp64 inputs. In the
+    inputs' own 16 bits this is what eager torch would give, which tells how much error a precision costs.
+    block_indices, laid out as they are returned, are taken as they are in place of a choice, so that two
+    implementations can be compared under the same one.
     """
     compute_dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -158,9 +175,13 @@ def block_sparse_attn(
 
     def attend(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         one_q, one_k, one_v, one_u = (x[:, rows].to(compute_dtype) for x in (q, k, v, u))
-        one_cmp, one_slc, one_swa = (None if gate is None else gate[:, rows].to(compute_dtype) for gate in (g_cmp, g_slc, g_swa))
+        one_cmp, one_slc, one_swa = (
+            None if gate is None else gate[:, rows].to(compute_dtype) for gate in (g_cmp, g_slc, g_swa)
+        )
         chosen = choose(one_q, one_k) if block_indices is None else block_indices[:, :, rows].to(torch.int32)
-        return _one_length(one_q, one_k, one_v, one_u, (one_cmp, one_slc, one_swa), chosen, block_size, window_size, scale), chosen
+        return _one_length(
+            one_q, one_k, one_v, one_u, (one_cmp, one_slc, one_swa), chosen, block_size, window_size, scale
+        ), chosen
 
     if seq_offsets is None:
         o, chosen = attend(slice(None))
@@ -189,7 +210,8 @@ def hstu_attention_with_bsa(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output [N, H · Dv] in q's dtype, and padded_q and padded_k, [B, n, H, D], each sequence by itself; gate_model runs in q's dtype.
+    """The output [N, H · Dv] in q's dtype, and padded_q and padded_k, [B, n, H, D], each sequence by itself; gate_model
+    runs in q's dtype.
 
     compute_dtype is as in `block_sparse_attn`.
     """

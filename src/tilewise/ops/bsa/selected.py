@@ -1,4 +1,7 @@
-"""Block-sparse attention's choice of blocks and its branch over them: launches. Plain tensors in and out; no autograd."""
+"""Block-sparse attention's choice of blocks and its branch over them: launches.
+
+Plain tensors in and out; no autograd.
+"""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +32,8 @@ def choose(
     shared: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` blocks of every token, int32 [..., T, H / shared, count], ascending, -1 at the end: the first of `shared` heads chooses for all.
+    """The `count` blocks of every token, int32 [..., T, H / shared, count], ascending, -1 at the end: the first of
+    `shared` heads chooses for all.
 
     And the same as users see it, [..., H, T, count].
     """
@@ -94,15 +98,21 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
 ) -> Inputs:
     """Inputs as the kernels take them: a long block cut into parts that fit."""
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
     parts = nsa_configs.parts_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
-            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
-            "or more that do; take a multiple of 16, or backend='reference'"
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
+            " be cut into equal parts of 16 or more that do; take a multiple of 16, or backend='reference'"
         )
     check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts)
     if parts > 1:
@@ -154,7 +164,9 @@ def _in_lists(lists: index.Lists, chunk: index.Chunk, *rows: torch.Tensor) -> di
     }
 
 
-def _add_slots(partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: index.Lists, base: torch.Tensor | None = None) -> Launch:
+def _add_slots(
+    partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: index.Lists, base: torch.Tensor | None = None
+) -> Launch:
     """Each row's results of its slots, added in order, after `base` where it is given, into `out`."""
     rows = lists.tokens.shape[0] * out.shape[-2]
     arguments = {
@@ -167,7 +179,12 @@ def _add_slots(partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: 
         "n_heads": inputs.named.heads,
     }
     arguments |= {"n_rows": rows, "WANTED": 0, "SLOTS": inputs.named.slots, "GROUP": inputs.shared, "D": out.shape[-1]}
-    arguments |= {"BLOCK_D": padded_channels(out.shape[-1]), "BLOCK_R": SUMMED_ROWS, "num_warps": 4, "enable_fp_fusion": True}
+    arguments |= {
+        "BLOCK_D": padded_channels(out.shape[-1]),
+        "BLOCK_R": SUMMED_ROWS,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
     return Launch(nsa_selected_bwd_queries_kernel, -(-rows // SUMMED_ROWS), arguments)
 
 
@@ -184,13 +201,20 @@ def forward(inputs: Inputs) -> torch.Tensor:
     partial = o.new_empty((chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1]))
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
-        launch = Launch(bsa_selected_fwd_kernel, lists.most_segments * inputs.shared, arguments | _in_lists(lists, chunk, q) | {"partial_o": partial})
+        launch = Launch(
+            bsa_selected_fwd_kernel,
+            lists.most_segments * inputs.shared,
+            arguments | _in_lists(lists, chunk, q) | {"partial_o": partial},
+        )
         emit(o, launch, _add_slots(partial, o, inputs, lists))
     return o
 
 
 def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`base` + dq in q's dtype, and fp32 sums dk and dv; all contiguous. Every token must have its own block among those it chose."""
+    """`base` + dq in q's dtype, and fp32 sums dk and dv; all contiguous.
+
+    Every token must have its own block among those it chose.
+    """
     q, named, shared = inputs.q, inputs.named, inputs.shared
     dq, k, v = q.new_empty(q.shape), inputs.k, inputs.v
     if do.numel() == 0:

@@ -1,9 +1,11 @@
-"""Block-sparse attention's selected branch and layer norm in torch, exactly as the kernels do it: one sequence, one head, one program.
+"""Block-sparse attention's selected branch and layer norm in torch, exactly as the kernels do it: one sequence, one
+head, one program.
 
-Tensors are q [T, D], k [T, D], v [T, Dv] of one head, and the blocks [T, S] that its tokens chose. Blocks are grouped into lists, and what programs
-leave by entry is added, as in native sparse attention's selected branch: `segments`, `Tiling` and `Results` are those of `ops.nsa.simulate`, with one
-head to a row. Values come as (name, tensor), step by step; a number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles
-of keys are padded with zeros as loads pad them, tiles of queries hold the rows that exist.
+Tensors are q [T, D], k [T, D], v [T, Dv] of one head, and the blocks [T, S] that its tokens chose. Blocks are grouped
+into lists, and what programs leave by entry is added, as in native sparse attention's selected branch: `segments`,
+`Tiling` and `Results` are those of `ops.nsa.simulate`, with one head to a row. Values come as (name, tensor), step by
+step; a number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles of keys are padded with
+zeros as loads pad them, tiles of queries hold the rows that exist.
 
 The compressed and the window branch are HSTU attention's kernels.
 """
@@ -14,7 +16,18 @@ import torch
 
 from tilewise.ops.bsa.options import LAYER_NORM_EPS
 from tilewise.ops.flash.simulate import LOG2E, Named, dot, state_dtype
-from tilewise.ops.nsa.simulate import Entry, Results, Tiling, block_keys, by_entry, entry_steps, keys_kept, lists, stepped, sum_gradients
+from tilewise.ops.nsa.simulate import (
+    Entry,
+    Results,
+    Tiling,
+    block_keys,
+    by_entry,
+    entry_steps,
+    keys_kept,
+    lists,
+    stepped,
+    sum_gradients,
+)
 
 
 def _sigmoid(scores: torch.Tensor, scale: float) -> torch.Tensor:
@@ -27,9 +40,17 @@ def _tokens(part: Sequence[Entry], device: torch.device) -> torch.Tensor:
 
 
 def forward_lists(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entries: Sequence[Entry], block: int, tiling: Tiling, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    entries: Sequence[Entry],
+    block: int,
+    tiling: Tiling,
+    scale: float,
 ) -> Iterator[Named]:
-    """`entries` of one block's list: K, V; for each step Q_i, P_full_i (weights of all pairs), P_i (masked), O_i, the sum over this block alone."""
+    """`entries` of one block's list: K, V; for each step Q_i, P_full_i (weights of all pairs), P_i (masked), O_i, the
+    sum over this block alone.
+    """
     state = state_dtype(q)
     b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
     yield from (("K", b_k), ("V", b_v))
@@ -45,7 +66,9 @@ def forward_lists(
         yield f"O_{step}", dot(p.to(v.dtype), b_v, state)
 
 
-def partial_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, tiling: Tiling, scale: float) -> Results:
+def partial_outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, tiling: Tiling, scale: float
+) -> Results:
     """What the programs leave by entry, [T, S, 1, Dv] in q's dtype."""
     by_block = enumerate(lists(indices, tiling.block_size))
     found = [stepped(dict(forward_lists(q, k, v, entries, block, tiling, scale)), "O") for block, entries in by_block]
@@ -53,7 +76,8 @@ def partial_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: 
 
 
 def add_slots(x: torch.Tensor, present: torch.Tensor, name: str, base: torch.Tensor | None = None) -> Iterator[Named]:
-    """Rows of tokens over their slots, x [R, S, D] and present [R, S]: for each slot i `name`_part_i, `name`_i; then `name`_final.
+    """Rows of tokens over their slots, x [R, S, D] and present [R, S]: for each slot i `name`_part_i, `name`_i; then
+    `name`_final.
 
     Where sums begin with a `base` [R, D], that comes first, as `name`_base.
     """
@@ -62,11 +86,19 @@ def add_slots(x: torch.Tensor, present: torch.Tensor, name: str, base: torch.Ten
 
 
 def backward_lists(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, entries: Sequence[Entry], block: int, tiling: Tiling, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    entries: Sequence[Entry],
+    block: int,
+    tiling: Tiling,
+    scale: float,
 ) -> Iterator[Named]:
     """`entries` of one block's list, do [T, Dv].
 
-    K, V; for each step Q_i, dO_i, P_full_i (weights of all pairs), slope_i, dP_i, P_i and dS_i (masked, as products take them), dV_i, dK_i, dQ_i.
+    K, V; for each step Q_i, dO_i, P_full_i (weights of all pairs), slope_i, dP_i, P_i and dS_i (masked, as products
+    take them), dV_i, dK_i, dQ_i.
     """
     state = state_dtype(q)
     b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
@@ -116,18 +148,27 @@ def backward_block(
 
 
 def partial_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, indices: torch.Tensor, tiling: Tiling, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    indices: torch.Tensor,
+    tiling: Tiling,
+    scale: float,
 ) -> Results:
     """What the programs leave of dQ by entry, [T, S, 1, D] in q's dtype."""
     by_block = enumerate(lists(indices, tiling.block_size))
-    found = [stepped(dict(backward_lists(q, k, v, do, entries, block, tiling, scale)), "dQ") for block, entries in by_block]
+    found = [
+        stepped(dict(backward_lists(q, k, v, do, entries, block, tiling, scale)), "dQ") for block, entries in by_block
+    ]
     return by_entry(indices, found, (1, q.shape[1]), q.dtype, tiling)
 
 
 def norm(branches: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]], u: torch.Tensor) -> Iterator[Named]:
     """One token: for each branch by name its output [H, Dv] and gates [H], None for 1; u [H, Dv].
 
-    For each branch n: X_n_0, G_n_0, Y_n_0 (after layer norm); then Y_0, their sum, U_0, and O_final. All of it is one step.
+    For each branch n: X_n_0, G_n_0, Y_n_0 (after layer norm); then Y_0, their sum, U_0, and O_final. All of it is one
+    step.
     """
     state = state_dtype(u)
     total = torch.zeros(u.shape, dtype=state, device=u.device)

@@ -35,27 +35,34 @@ def flash_attention(
     """Exact attention, `softmax(scale · q kᵀ) v`, without ever building the score matrix.
 
     Args:
-        q: queries `[B, Tq, Hq, D]`, or packed `[Nq, Hq, D]` with cu_seqlens_q. fp16, bf16 or fp32; D from 1 to 256. The last axis must be
-            contiguous, every other stride is free.
-        k: keys `[B, Tk, Hk, D]` or `[Nk, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        q: queries `[B, Tq, Hq, D]`, or packed `[Nq, Hq, D]` with cu_seqlens_q. fp16, bf16 or fp32; D from 1 to 256. The
+            last axis must be contiguous, every other stride is free.
+        k: keys `[B, Tk, Hk, D]` or `[Nk, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+            `h // (Hq // Hk)`.
         v: values `[B, Tk, Hk, Dv]` or `[Nk, Hk, Dv]`; Dv may differ from D.
         causal: query i sees keys `j <= i + Tk - Tq` (aligned at the bottom right).
-        window_size: (left, right): query i sees keys from `i + Tk - Tq - left` to `i + Tk - Tq + right`; -1 means no limit.
+        window_size: (left, right): query i sees keys from `i + Tk - Tq - left` to `i + Tk - Tq + right`; -1 means no
+            limit.
         scale: any finite number, by default `D ** -0.5`.
         softcap: where > 0, scores become `softcap · tanh(score / softcap)` before the mask.
-        cu_seqlens_q: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last Nq, never decreasing; a sequence may be empty.
+        cu_seqlens_q: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last Nq, never decreasing; a
+            sequence may be empty.
         cu_seqlens_k: the same for keys, by default cu_seqlens_q.
-        max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values are checked.
+        max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values
+        are checked.
         return_lse: also return the LSE.
         deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one
             gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
-        The output `[B, Tq, Hq, Dv]` (or `[Nq, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the sum of exponentials,
-        fp32 `[B, Hq, Tq]` (or `[Hq, Nq]`), differentiable too. A row that sees no key gives 0 and -inf, and gradients of 0.
+        The output `[B, Tq, Hq, Dv]` (or `[Nq, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the
+        sum of exponentials, fp32 `[B, Hq, Tq]` (or `[Hq, Nq]`), differentiable too. A row that sees no key gives 0 and
+        -inf, and gradients of 0.
 
-    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     if not deterministic:
         # Decided here, at the forward, and part of what a remembered problem is found by.
@@ -94,7 +101,22 @@ def _prepare(
     if cu_q is not None:
         cu_q = cu_q.contiguous()
         cu_k = cu_q if cu_k is None else cu_k.contiguous()
-    return q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, checks.as_float(scale), checks.as_float(softcap), deterministic, backend
+    return (
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        causal,
+        left,
+        right,
+        checks.as_float(scale),
+        checks.as_float(softcap),
+        deterministic,
+        backend,
+    )
 
 
 def _by_reference(
@@ -116,7 +138,15 @@ def _by_reference(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = window_size
     return reference.flash_attention(
-        q, k, v, causal=causal, window_size=(left, right), scale=scale, softcap=softcap, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+        q,
+        k,
+        v,
+        causal=causal,
+        window_size=(left, right),
+        scale=scale,
+        softcap=softcap,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
     )
 
 
@@ -145,11 +175,15 @@ def _check(
     if backend != "reference":
         checks.check_not_fp64(q, "q", backend)
     if cu_seqlens_k is not None and cu_seqlens_q is None:
-        raise ValueError("cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors")
+        raise ValueError(
+            "cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors"
+        )
     if cu_seqlens_q is not None:
         checks.check_offsets_tensor(cu_seqlens_q, "cu_seqlens_q", q.device, q.shape[0])
         if cu_seqlens_k is not None:
-            checks.check_offsets_tensor(cu_seqlens_k, "cu_seqlens_k", q.device, k.shape[0], batch=cu_seqlens_q.shape[0] - 1)
+            checks.check_offsets_tensor(
+                cu_seqlens_k, "cu_seqlens_k", q.device, k.shape[0], batch=cu_seqlens_q.shape[0] - 1
+            )
         elif k.shape[0] != q.shape[0]:
             raise ValueError(f"q has {q.shape[0]} tokens and k has {k.shape[0]}: give cu_seqlens_k where they differ")
     return backend
@@ -240,12 +274,16 @@ def _run_backward(
     if backend == "cpu":
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
-            return cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
+            return cpu.backward(
+                q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap)
+            )
     inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap)
     return launch.backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic)
 
 
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     return o, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
 
@@ -267,19 +305,25 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    return (*flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options), *(None,) * (4 + len(ctx.options)))
+    return (
+        *flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options),
+        *(None,) * (4 + len(ctx.options)),
+    )
 
 
-_OPTIONS = "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
+_OPTIONS = (
+    "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
+)
 flash_backward = register(
-    f"flash_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? cu_q, Tensor? cu_k, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    "flash_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? cu_q, Tensor?"
+    f" cu_k, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     _run_backward,
     _fake_backward,
     plan=_plan_backward,
 )
 flash_forward = register(
-    f"flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, {_OPTIONS}) -> (Tensor o, Tensor lse)",
+    f"flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, {_OPTIONS})"
+    " -> (Tensor o, Tensor lse)",
     _run_forward,
     _fake_forward,
     _differentiate,

@@ -1,7 +1,7 @@
 """Tile shapes of the flash kernels, as data, and the pure function that picks one for a problem and an architecture.
 
-Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory that fits the smallest
-card of the family.
+Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory
+that fits the smallest card of the family.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +17,9 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the parts of a group in dK/dV."""
+    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the parts of
+    a group in dK/dV.
+    """
 
     block_m: int
     block_n: int
@@ -28,7 +30,9 @@ class Config(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What of a call decides its tiles: channels of q and v, keys, bytes an element, and whether tensor descriptors can read its tensors."""
+    """What of a call decides its tiles: channels of q and v, keys, bytes an element, and whether tensor descriptors can
+    read its tensors.
+    """
 
     channels: int
     value_channels: int
@@ -50,7 +54,8 @@ def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
     return Config(block_m, block_n, num_warps, num_stages, tma=True)
 
 
-# (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no descriptors.
+# (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no
+# descriptors.
 TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
     ("hopper", 2, "fwd"): (
         (_tma(64, 128, 4, 3), Config(128, 64, 4, 3)),
@@ -70,12 +75,42 @@ TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
         (_tma(128, 64, 8, 3), Config(128, 64, 8, 3)),
         (_tma(64, 64, 8, 2), Config(64, 64, 8, 2)),
     ),
-    ("medium", 2, "fwd"): ((Config(128, 64, 4, 3),), (Config(128, 64, 4, 3),), (Config(128, 64, 8, 3),), (Config(64, 64, 8, 2),)),
-    ("medium", 2, "dkdv"): ((Config(64, 128, 8, 2),), (Config(32, 64, 4, 2),), (Config(64, 64, 8, 2),), (Config(32, 32, 8, 2),)),
-    ("medium", 2, "dq"): ((Config(64, 64, 4, 3),), (Config(64, 64, 4, 3),), (Config(64, 64, 8, 2),), (Config(64, 64, 8, 2),)),
-    ("small", 2, "fwd"): ((Config(128, 64, 4, 3),), (Config(128, 64, 4, 3),), (Config(128, 64, 8, 3),), (Config(64, 32, 8, 2),)),
-    ("small", 2, "dkdv"): ((Config(64, 128, 8, 2),), (Config(32, 64, 4, 2),), (Config(64, 64, 8, 2),), (Config(32, 32, 8, 2),)),
-    ("small", 2, "dq"): ((Config(64, 64, 4, 3),), (Config(64, 64, 4, 3),), (Config(64, 64, 8, 2),), (Config(32, 32, 4, 2),)),
+    ("medium", 2, "fwd"): (
+        (Config(128, 64, 4, 3),),
+        (Config(128, 64, 4, 3),),
+        (Config(128, 64, 8, 3),),
+        (Config(64, 64, 8, 2),),
+    ),
+    ("medium", 2, "dkdv"): (
+        (Config(64, 128, 8, 2),),
+        (Config(32, 64, 4, 2),),
+        (Config(64, 64, 8, 2),),
+        (Config(32, 32, 8, 2),),
+    ),
+    ("medium", 2, "dq"): (
+        (Config(64, 64, 4, 3),),
+        (Config(64, 64, 4, 3),),
+        (Config(64, 64, 8, 2),),
+        (Config(64, 64, 8, 2),),
+    ),
+    ("small", 2, "fwd"): (
+        (Config(128, 64, 4, 3),),
+        (Config(128, 64, 4, 3),),
+        (Config(128, 64, 8, 3),),
+        (Config(64, 32, 8, 2),),
+    ),
+    ("small", 2, "dkdv"): (
+        (Config(64, 128, 8, 2),),
+        (Config(32, 64, 4, 2),),
+        (Config(64, 64, 8, 2),),
+        (Config(32, 32, 8, 2),),
+    ),
+    ("small", 2, "dq"): (
+        (Config(64, 64, 4, 3),),
+        (Config(64, 64, 4, 3),),
+        (Config(64, 64, 8, 2),),
+        (Config(32, 32, 4, 2),),
+    ),
 }
 # Products go through tensor memory there, which leaves dK/dV fewer registers.
 TABLE["blackwell", 2, "fwd"] = TABLE["hopper", 2, "fwd"]
@@ -88,9 +123,24 @@ TABLE["blackwell", 2, "dkdv"] = (
 )
 # fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
 for _family in SHARED_MEMORY:
-    TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 4, 1),))
-    TABLE[_family, 4, "dkdv"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(32, 32, 8, 2),), (Config(16, 16, 4, 1),))
-    TABLE[_family, 4, "dq"] = ((Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
+    TABLE[_family, 4, "fwd"] = (
+        (Config(64, 32, 4, 3),),
+        (Config(64, 32, 4, 3),),
+        (Config(32, 32, 4, 2),),
+        (Config(16, 16, 4, 1),),
+    )
+    TABLE[_family, 4, "dkdv"] = (
+        (Config(32, 32, 4, 2),),
+        (Config(32, 32, 4, 2),),
+        (Config(32, 32, 8, 2),),
+        (Config(16, 16, 4, 1),),
+    )
+    TABLE[_family, 4, "dq"] = (
+        (Config(32, 32, 4, 2),),
+        (Config(32, 32, 4, 2),),
+        (Config(32, 32, 4, 2),),
+        (Config(16, 16, 8, 1),),
+    )
 
 
 # Sequences of at most this many keys: tiles to take in place of the table's, measured on an H200.
@@ -109,7 +159,9 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
 
 # Keyed by no length: packed training has another one in every step.
 @cached
-def _choose(kernel: Kernel, widest: int, short: bool, element_size: int, descriptors: bool, architecture: int) -> Config:
+def _choose(
+    kernel: Kernel, widest: int, short: bool, element_size: int, descriptors: bool, architecture: int
+) -> Config:
     width = next(limit for limit in WIDTHS if widest <= limit)
     key = family(architecture), element_size, kernel
     candidates = TABLE[key][WIDTHS.index(width)]
@@ -118,16 +170,23 @@ def _choose(kernel: Kernel, widest: int, short: bool, element_size: int, descrip
     return next(config for config in candidates if descriptors or not config.tma)
 
 
-# Programs of dK/dV that fill a large GPU several times over, so that long and short ones even out: 8 for each of an H200's 132 processors.
+# Programs of dK/dV that fill a large GPU several times over, so that long and short ones even out: 8 for each of an
+# H200's 132 processors.
 ENOUGH_PROGRAMS = 132 * 8
 # Query tiles that a part must have to loop over: a shorter loop costs less than adding parts up.
 LEAST_STEPS = 64
 
 
 def divide_group(programs: int, group: int, steps: int) -> int:
-    """Into how many parts dK/dV divides a key head's `group` of query heads, each with `steps` query tiles: a divisor of `group`.
+    """Into how many parts dK/dV divides a key head's `group` of query heads, each with `steps` query tiles: a divisor
+    of `group`.
 
-    The fewest that make ENOUGH_PROGRAMS of `programs`, which one part would have; fewer than that where a part would be left too little to do.
+    The fewest that make ENOUGH_PROGRAMS of `programs`, which one part would have; fewer than that where a part would be
+    left too little to do.
     """
-    allowed = [parts for parts in range(1, group + 1) if group % parts == 0 and (parts == 1 or group // parts * steps >= LEAST_STEPS)]
+    allowed = [
+        parts
+        for parts in range(1, group + 1)
+        if group % parts == 0 and (parts == 1 or group // parts * steps >= LEAST_STEPS)
+    ]
     return next((parts for parts in allowed if programs * parts >= ENOUGH_PROGRAMS), allowed[-1])

@@ -1,7 +1,8 @@
 """Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
 
-Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for a few bytes at 256 channels
-and under softcap (those of later releases spill some hundred bytes in masked loops at 64), and shared memory that a block may have.
+Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for
+a few bytes at 256 channels and under softcap (those of later releases spill some hundred bytes in masked loops at 64),
+and shared memory that a block may have.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +18,8 @@ Order = Literal["fixed", "opened", "cleared"]
 ARCHITECTURE = 90
 # Channels as tiles hold them: the tensor memory accelerator fills up with zeros.
 WIDTHS = (64, 128, 256)
-# Below the first, portable kernels have as much to do and less to set up; a backward of more than the second does not fit the registers.
+# Below the first, portable kernels have as much to do and less to set up; a backward of more than the second does not
+# fit the registers.
 NARROWEST = 33
 WIDEST: dict[Direction, int] = {"forward": 256, "backward": 128}
 
@@ -43,7 +45,8 @@ class Forward(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """Registers of a thread: when a kernel starts, and later of warps that compute and of the one that fetches, in eights.
+    """Registers of a thread: when a kernel starts, and later of warps that compute and of the one that fetches, in
+    eights.
 
     A block has 65,536, 512 for 128 threads, and the fetching warp counts as a warpgroup.
     """
@@ -68,14 +71,19 @@ FORWARD: dict[tuple[int, int], Forward] = {
     (256, 256): Forward(64, 2, slots=1, o_in_q=True),
 }
 # With softcap, whose tanh takes registers: smaller tiles in place of those.
-FORWARD_CAPPED: dict[tuple[int, int], Forward] = {widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))}
-# Of at most so many keys, where a limit to the right cuts them (causal): half of a tile at the diagonal is masked, so smaller ones.
+FORWARD_CAPPED: dict[tuple[int, int], Forward] = {
+    widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))
+}
+# Of at most so many keys, where a limit to the right cuts them (causal): half of a tile at the diagonal is masked, so
+# smaller ones.
 SHORT_KEYS = 2048
 FORWARD_SHORT: dict[tuple[int, int], Forward] = {(64, 64): Forward(64, 8, groups=3)}
 
 
 class Backward(NamedTuple):
-    """Queries of a tile; keys of a block, half of them for each of two warpgroups; query tiles, and blocks, in memory; whether scores start early."""
+    """Queries of a tile; keys of a block, half of them for each of two warpgroups; query tiles, and blocks, in memory;
+    whether scores start early.
+    """
 
     block_m: int
     block_n: int
@@ -86,8 +94,8 @@ class Backward(NamedTuple):
 
 # A left limit of at most this share of the keys makes blocks about equally long.
 NARROW = 0.25
-# At 64 channels the scores of the next tile are started before this one's dQ, and the next block's keys are fetched during this one: at 128 there are
-# no registers for the first, nor for addresses that differ from block to block.
+# At 64 channels the scores of the next tile are started before this one's dQ, and the next block's keys are fetched
+# during this one: at 128 there are no registers for the first, nor for addresses that differ from block to block.
 BACKWARD: dict[tuple[int, int], Backward] = {
     (64, 64): Backward(64, 128, 4, slots=2, ahead=True),
     (64, 128): Backward(64, 128, 2),
@@ -113,7 +121,9 @@ def why_not(direction: Direction, problem: Problem) -> str | None:
 
 
 def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
-    """Whether the Hopper kernels take a problem; `problem.descriptors` says whether tile descriptors can read all of its tensors."""
+    """Whether the Hopper kernels take a problem; `problem.descriptors` says whether tile descriptors can read all of
+    its tensors.
+    """
     fits = architecture == ARCHITECTURE and problem.element_size == 2 and problem.descriptors
     return fits and why_not(direction, problem) is None
 
@@ -141,9 +151,11 @@ def _choose_forward(channels: int, value_channels: int, short: bool, capped: boo
 
 
 def sweeps_heads(group: int, left: int | None, right: int | None, keys: int) -> bool:
-    """Whether a block of keys of the backward sweeps over its query tiles once for each head of its group, so that blocks share the L2 cache.
+    """Whether a block of keys of the backward sweeps over its query tiles once for each head of its group, so that
+    blocks share the L2 cache.
 
-    Not if causal, unless under a narrow window: the shorter block would be done with a head first, and wait for the longer one before it at the next.
+    Not if causal, unless under a narrow window: the shorter block would be done with a head first, and wait for the
+    longer one before it at the next.
     """
     equally_long = right is None or (left is not None and left <= NARROW * keys)
     return group > 1 and equally_long
@@ -158,15 +170,19 @@ def choose_backward(channels: int, value_channels: int) -> Backward:
 def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
     """Shared memory that the tiles take, in bytes; barriers take some hundred more."""
     width, value_width = padded(channels), padded(value_channels)
-    rows = config.block_m * (config.slots * width + (0 if config.o_in_q else value_width)) + config.stages * config.block_n * (width + value_width)
+    rows = config.block_m * (
+        config.slots * width + (0 if config.o_in_q else value_width)
+    ) + config.stages * config.block_n * (width + value_width)
     return 2 * rows
 
 
 def heads_together(heads: int, group: int, bytes_a_key_head: int, limited: bool) -> int:
-    """How many of `heads` (of all batch entries) are walked side by side, tile by tile, in groups of `group` for each key head.
+    """How many of `heads` (of all batch entries) are walked side by side, tile by tile, in groups of `group` for each
+    key head.
 
-    Where keys to the right are masked (`limited`), items differ in length: heads side by side let the longest items of several heads come first, so
-    that short ones fill the gaps at the end; as many as keep K and V in the L2 cache. Else one head after the other, for the same reason.
+    Where keys to the right are masked (`limited`), items differ in length: heads side by side let the longest items of
+    several heads come first, so that short ones fill the gaps at the end; as many as keep K and V in the L2 cache. Else
+    one head after the other, for the same reason.
     """
     if not limited:
         return 1

@@ -1,4 +1,6 @@
-"""Flash attention on the CPU: tile by tile, so that no score matrix is ever whole; torch's own fused kernel where it computes the same thing."""
+"""Flash attention on the CPU: tile by tile, so that no score matrix is ever whole; torch's own fused kernel where it
+computes the same thing.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ class Options:
     softcap: float
 
 
-def _sequences(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, batch: int) -> Iterator[tuple[int | slice, int | slice]]:
+def _sequences(
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, batch: int
+) -> Iterator[tuple[int | slice, int | slice]]:
     """Indices that take one sequence, [T, H, D], out of the queries' and the keys' batch."""
     if cu_q is None or cu_k is None:
         yield from ((b, b) for b in range(batch))
@@ -33,7 +37,9 @@ def _sequences(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, batch: int)
 
 
 def _fusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether torch's fused kernel means the same: it has no window, softcap, bottom-right mask or second width, and wants scale > 0."""
+    """Whether torch's fused kernel means the same: it has no window, softcap, bottom-right mask or second width, and
+    wants scale > 0.
+    """
     square = q.shape[-3] == k.shape[-3] or not options.causal
     plain = options.window == (-1, -1) and options.softcap == 0 and options.scale > 0
     return plain and square and q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
@@ -48,14 +54,26 @@ def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
     q4, k4, v4 = (_heads_first(x, q.shape[-2]) for x in (q, k, v))
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, options.causal, scale=options.scale)
-    return o.transpose(1, 2).reshape(q.shape).to(q.dtype).contiguous(), lse.reshape(*q.shape[:-3], q.shape[-2], q.shape[-3]).contiguous()
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q4, k4, v4, 0.0, options.causal, scale=options.scale
+    )
+    return o.transpose(1, 2).reshape(q.shape).to(q.dtype).contiguous(), lse.reshape(
+        *q.shape[:-3], q.shape[-2], q.shape[-3]
+    ).contiguous()
 
 
 def _fused_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, options: Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    options: Options,
 ) -> tuple[torch.Tensor, ...]:
     heads = q.shape[-2]
     q4, k4, v4, o4, do4 = (_heads_first(x, heads) for x in (q, k, v, o, do))
@@ -71,7 +89,9 @@ def _fused_backward(
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile of one sequence: its rows, its keys, scores as the softmax takes them, and the derivative by the plain scores."""
+    """One tile of one sequence: its rows, its keys, scores as the softmax takes them, and the derivative by the plain
+    scores.
+    """
 
     keys: slice
     scores: torch.Tensor
@@ -120,7 +140,9 @@ def _query_tiles(queries: int) -> Iterator[slice]:
     yield from (slice(start, min(start + BLOCK_M, queries)) for start in range(0, queries, BLOCK_M))
 
 
-def _forward_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, options: Options) -> None:
+def _forward_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, options: Options
+) -> None:
     """Fill o [Tq, Hq, Dv] and lse [Hq, Tq] of one sequence by online softmax."""
     kv_heads = k.shape[1]
     for rows in _query_tiles(q.shape[0]):
@@ -179,7 +201,12 @@ def _backward_sequence(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq]."""
     o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="cpu")

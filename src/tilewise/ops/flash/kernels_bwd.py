@@ -1,11 +1,13 @@
 """Flash attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
 
-Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of its group's heads
-(4 products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the heads are divided into parts with a program each, and the launcher adds them up.
-`dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one pass with dQ summed in memory would do five: the
-price of a fixed order of sums without locks. The key side computes Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
+Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of
+its group's heads (4 products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the heads are divided into parts with a
+program each, and the launcher adds them up. `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ).
+Seven products where one pass with dQ summed in memory would do five: the price of a fixed order of sums without locks.
+The key side computes Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
 
-In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf and so p = 0.
+In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf
+and so p = 0.
 """
 
 import triton
@@ -19,8 +21,8 @@ from tilewise.ops._tile.tap import tap
 from tilewise.ops._tile.varlen import locate_tile, other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
-# Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors), group (of 1 it needs no loop) nor parts (of 1, no division):
-# dK/dV is short of registers.
+# Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors), group (of 1 it needs no loop)
+# nor parts (of 1, no division): dK/dV is short of registers.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "n_keys", "left", "right")
 
 
@@ -33,21 +35,25 @@ def flash_bwd_prepare_kernel(
     # Owns: BLOCK_M queries of one head.
     # Loops over: nothing.
     # Writes: its rows of delta and lse_log2.
-    i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(
+        tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M
+    )
     if cu_q is not None:
         i_b = 0
     o_rows = (o, o_strides, i_b, i_h, start_q, Tq)
     do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
-    b_delta, b_lse, o_row, m_row = row_gradients(o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV)
+    b_delta, b_lse, o_row, m_row = row_gradients(
+        o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV
+    )
     tl.store(delta + o_row, b_delta, mask=m_row)
     tl.store(lse_log2 + o_row, b_lse, mask=m_row)
 
 
 @triton.jit
 def flash_bwd_dkdv_step(
-    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, p_lse, p_delta, i_m, i_n, Tk, off, left, right, scale_log2, score_scale,
+    taps, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One query tile's part of dK and dV."""
     o_m = i_m + tl.arange(0, BLOCK_M)
@@ -85,16 +91,18 @@ def flash_bwd_dkdv_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dkdv_kernel(
-    q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q, cu_k, n_batch, n_tiles,
-    n_heads_k, group, parts, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu_q,
+    cu_k, n_batch, n_tiles, n_heads_k, group, parts, n_queries, n_keys, scale, scale_log2, score_scale, left, right,
+    taps, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: key tiles x key heads · parts x batch, in one axis.
     # Owns: BLOCK_N keys of one key head, for one part of its group: `group` query heads.
     # Loops over: those heads, and the query tiles that reach it.
     # Writes: its rows of dk and dv, which have a head for each part.
-    i_b, i_hk, i_n, start_k, Tk = locate_tile(tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N)
+    i_b, i_hk, i_n, start_k, Tk = locate_tile(
+        tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu_k, False, BLOCK_N
+    )
     i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
     n_seen = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]
@@ -112,8 +120,9 @@ def flash_bwd_dkdv_kernel(
             if PART == 1 or (PART == 0 and right is not None) or (PART == 2 and left is not None):
                 for i_m in range(ends[PART], ends[PART + 1], BLOCK_M):
                     acc_dk, acc_dv = flash_bwd_dkdv_step(
-                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, n_seen, off, left, right,
-                        scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
+                        acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, lse_log2 + o_row, delta + o_row, i_m, i_n, n_seen,
+                        off, left, right, scale_log2, score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                        KEY_STRIDE, TMA, PRECISION, PART != 1,
                     )  # fmt: skip
     acc_dk = zero_unseen(acc_dk, i_n, n_seen, KEY_STRIDE, BLOCK_N)
     acc_dv = zero_unseen(acc_dv, i_n, n_seen, KEY_STRIDE, BLOCK_N)
@@ -124,8 +133,8 @@ def flash_bwd_dkdv_kernel(
 @triton.jit
 def flash_bwd_dq_step(
     acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile's part of dQ."""
     # [N, D]
@@ -158,16 +167,18 @@ def flash_bwd_dq_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_dq_kernel(
-    q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch, n_tiles,
-    n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu_q, cu_k, n_batch,
+    n_tiles, n_heads, group, n_queries, n_keys, scale, scale_log2, score_scale, left, right, taps,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
     # Loops over: the key tiles that its window reaches.
     # Writes: its rows of dq.
-    i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(
+        tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M
+    )
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
@@ -186,7 +197,8 @@ def flash_bwd_dq_kernel(
         if PART != 0 or left is not None:
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc_dq = flash_bwd_dq_step(
-                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
+                    acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2,
+                    score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION,
+                    PART != 1,
                 )  # fmt: skip
     store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)

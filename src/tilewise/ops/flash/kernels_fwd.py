@@ -1,8 +1,10 @@
 """Flash attention forward, for any GPU that Triton serves.
 
-Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream through.
-Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each query tile, from the L2 cache
-for all but the first. On chip: BLOCK_M · D + stages · BLOCK_N · (D + Dv) elements of shared memory, BLOCK_M · (Dv + BLOCK_N) fp32 in registers.
+Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
+through.
+Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each query
+tile, from the L2 cache for all but the first. On chip: BLOCK_M · D + stages · BLOCK_N · (D + Dv) elements of shared
+memory, BLOCK_M · (Dv + BLOCK_N) fp32 in registers.
 """
 
 import triton
@@ -21,8 +23,8 @@ SIZES = ("n_batch", "n_tiles", "n_heads", "group", "n_queries", "n_keys", "left"
 @triton.jit
 def flash_fwd_step(
     b_q, acc, m, l, k_rows, v_rows, i_m, i_n, off, left, right, scale_log2, score_scale, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, online softmax, sum with the values."""
     # [N, D]
@@ -53,16 +55,18 @@ def flash_fwd_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_fwd_kernel(
-    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, cu_q, cu_k, n_batch, n_tiles, n_heads, group, n_queries, n_keys,
-    scale_log2, score_scale, left, right, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, cu_q, cu_k, n_batch, n_tiles, n_heads, group,
+    n_queries, n_keys, scale_log2, score_scale, left, right, taps,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
     # Loops over: the key tiles that its window reaches.
     # Writes: its rows of o and lse.
-    i_b, i_h, i_m, start_q, Tq = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(
+        tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, right is not None, BLOCK_M
+    )
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)

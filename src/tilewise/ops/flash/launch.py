@@ -6,7 +6,15 @@ import torch
 
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
+from tilewise.ops._host.launching import (
+    Launch,
+    descriptor,
+    fits_descriptor,
+    padded_channels,
+    row_strides,
+    tile_widths,
+    why_pointers,
+)
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
@@ -26,9 +34,11 @@ Taps = tuple[torch.Tensor, int, int, int]
 
 
 class Inputs(NamedTuple):
-    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0), softcap 0 for none.
+    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0),
+    softcap 0 for none.
 
-    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None then, and right may be < 0.
+    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
+    then, and right may be < 0.
     """
 
     q: torch.Tensor
@@ -70,10 +80,11 @@ def make_inputs(
     scale: float,
     softcap: float,
 ) -> Inputs:
-    """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths share a kernel.
+    """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths
+    share a kernel.
 
-    The last query stands at the last key, and sees all keys before it where left is as many; the first sees all after it where right has
-    as many as there are queries after it.
+    The last query stands at the last key, and sees all keys before it where left is as many; the first sees all after
+    it where right has as many as there are queries after it.
     """
     right = 0 if causal else right
     left_cuts, right_cuts = 0 <= left < k.shape[-3] - 1, 0 <= right < q.shape[-3] - 1
@@ -135,7 +146,9 @@ def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> dict[str, Any
     return {"do": do, "do_strides": row_strides(do.stride())}
 
 
-def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: Config, taps: Taps | None = None) -> Launch:
+def forward_launch(
+    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: Config, taps: Taps | None = None
+) -> Launch:
     """The forward kernel's launch."""
     n_tiles = tile_slots(inputs.q.shape[-3], config.block_m, inputs.cu_q)
     # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into q.
@@ -161,7 +174,9 @@ def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) ->
     return config
 
 
-def _why_pointers(kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor) -> str | None:
+def _why_pointers(
+    kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor
+) -> str | None:
     """Why tiles do not come through tensor descriptors, where they could."""
     if not configs.choose(kernel, problem._replace(keys=configs.TINY_KEYS + 1, descriptors=True), card).tma:
         return None
@@ -174,8 +189,12 @@ def _portable(why_not: str) -> str:
     return f"{why_not}: portable kernels"
 
 
-def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq], with the given tiles or those that configs choose."""
+def plan_forward(
+    inputs: Inputs, config: Config | None = None, taps: Taps | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [..., Tq, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, Tq], with the given tiles or those that configs
+    choose.
+    """
     q, v = inputs.q, inputs.v
     shape = q.shape
     o = q.new_empty((*shape[:-1], v.shape[-1]))
@@ -193,7 +212,13 @@ def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None
 
 
 def prepare_launch(
-    inputs: Inputs, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor, lse_log2: torch.Tensor
+    inputs: Inputs,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    delta: torch.Tensor,
+    lse_log2: torch.Tensor,
 ) -> Launch:
     """Fills delta and lse_log2, which every kernel of a backward reads."""
     n_tiles = tile_slots(inputs.q.shape[-3], PREPARE_ROWS, inputs.cu_q)
@@ -232,14 +257,20 @@ def backward_launches(
     config_dq: Config,
     taps: tuple[Taps | None, Taps | None] = (None, None),
 ) -> list[Launch]:
-    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps` for the last two kernels.
+    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps`
+    for the last two kernels.
 
     Where config_dkdv divides a group into parts, dk and dv have a head for each part: see `_add_parts`.
     """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
     delta, lse_log2 = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
-    shared = {"lse_log2": lse_log2, "delta": delta, "scale": inputs.scale, "scale_log2": (inputs.softcap or inputs.scale) * LOG2E}
+    shared = {
+        "lse_log2": lse_log2,
+        "delta": delta,
+        "scale": inputs.scale,
+        "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
+    }
     tiles_k = tile_slots(k.shape[-3], config_dkdv.block_n, inputs.cu_k)
     dkdv = {
         "dk": dk,
@@ -253,7 +284,13 @@ def backward_launches(
         "taps": taps[0],
     }
     tiles_q = tile_slots(q.shape[-3], config_dq.block_m, inputs.cu_q)
-    dq_only = {"dq": dq, "dq_strides": row_strides(dq.stride()), "n_tiles": tiles_q, "n_heads": q.shape[-2], "taps": taps[1]}
+    dq_only = {
+        "dq": dq,
+        "dq_strides": row_strides(dq.stride()),
+        "n_tiles": tiles_q,
+        "n_heads": q.shape[-2],
+        "taps": taps[1],
+    }
     return [
         prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
         Launch(
@@ -261,7 +298,11 @@ def backward_launches(
             tiles_k * (inputs.heads // inputs.group) * config_dkdv.parts,
             _arguments(inputs, config_dkdv) | _incoming(inputs, do, config_dkdv) | shared | dkdv,
         ),
-        Launch(flash_bwd_dq_kernel, tiles_q * inputs.heads, _arguments(inputs, config_dq) | _incoming(inputs, do, config_dq) | shared | dq_only),
+        Launch(
+            flash_bwd_dq_kernel,
+            tiles_q * inputs.heads,
+            _arguments(inputs, config_dq) | _incoming(inputs, do, config_dq) | shared | dq_only,
+        ),
     ]
 
 
@@ -291,7 +332,9 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
 
 
 def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's parts side by side in fp32."""
+    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's
+    parts side by side in fp32.
+    """
     if parts == 1:
         return x.new_empty(x.shape)
     return x.new_empty((*x.shape[:-2], x.shape[-2] * parts, x.shape[-1]), dtype=torch.float32)
@@ -329,7 +372,9 @@ def plan_backward(
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     why_not = "the tiles are given" if portable else _why_not_hopper(inputs)
     if why_not is None:
-        return launch_hopper_bwd.plan_backward(inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic))
+        return launch_hopper_bwd.plan_backward(
+            inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic)
+        )
     note(q, _portable, why_not)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, do)
     config_dq = config_dq or _choose("dq", inputs, do)

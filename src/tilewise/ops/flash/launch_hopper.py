@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
-    """In which order items are taken, and by whom: as programs get free where they differ in length, else each program every n-th."""
+    """In which order items are taken, and by whom: as programs get free where they differ in length, else each program
+    every n-th.
+    """
     k, v, q = inputs.k, inputs.v, inputs.q
     limited = inputs.right is not None
     bytes_a_key_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
@@ -55,7 +57,8 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "group": inputs.group,
         "n_queries": q.shape[-3],
         "n_keys": k.shape[-3],
-        # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into the scores.
+        # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into the
+        # scores.
         "scale_log2": (softcap or abs(scale) or 1.0) * math.log2(math.e),
         "score_scale": scale / softcap if softcap else None,
         "left": inputs.left,
@@ -68,7 +71,8 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "O_IN_Q": config.o_in_q,
         "SLOTS": config.slots,
         # Without limits, and with whole tiles of keys, no score is masked.
-        "MASK_LAST": any(x is not None for x in (inputs.left, inputs.right, inputs.cu_k)) or k.shape[-3] % config.block_n != 0,
+        "MASK_LAST": any(x is not None for x in (inputs.left, inputs.right, inputs.cu_k))
+        or k.shape[-3] % config.block_n != 0,
         "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
         "REGISTERS": registers.compute,
         "REGISTERS_FETCH": registers.fetch,

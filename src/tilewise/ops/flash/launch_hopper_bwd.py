@@ -28,9 +28,9 @@ Index = tuple[slice, ...]
 LOG2E = 1.4426950408889634
 # Of a thread, before they are dealt out anew.
 REGISTERS = 168
-# Heads whose blocks are taken side by side. Few, so that they share what is in the L2 cache; but a head's next block must begin two steps or more
-# after the one before it, whose additions it follows: the shorter blocks are, the more heads between the two. Half as many where no limit to the
-# right makes blocks shorter.
+# Heads whose blocks are taken side by side. Few, so that they share what is in the L2 cache; but a head's next block
+# must begin two steps or more after the one before it, whose additions it follows: the shorter blocks are, the more
+# heads between the two. Half as many where no limit to the right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 # Keys of a sequence from which on a free order was faster in most cases.
 FREE_KEYS = 8192
@@ -44,7 +44,9 @@ def _choose(inputs: Inputs) -> Backward:
 
 
 def fits(inputs: Inputs) -> bool:
-    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants them."""
+    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants
+    them.
+    """
     rows = _choose(inputs).block_m
     return tile_slots(inputs.q.shape[-3], rows, inputs.cu_q) * rows * inputs.heads < 2**31
 
@@ -81,12 +83,19 @@ def _slices(count: int, most: int) -> list[slice]:
 
 
 def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
-    """Some batch entries, or some key heads of one: as many as MOST_SUMS has room for, but as have blocks of keys for all processors.
+    """Some batch entries, or some key heads of one: as many as MOST_SUMS has room for, but as have blocks of keys for
+    all processors.
 
     As indices into tensors of queries, into those of keys, and into LSEs.
     """
     packed, group, heads_k, config = inputs.cu_q is not None, inputs.group, inputs.k.shape[-2], _choose(inputs)
-    bytes_head = 4 * tile_slots(inputs.q.shape[-3], config.block_m, inputs.cu_q) * config.block_m * group * padded(inputs.q.shape[-1])
+    bytes_head = (
+        4
+        * tile_slots(inputs.q.shape[-3], config.block_m, inputs.cu_q)
+        * config.block_m
+        * group
+        * padded(inputs.q.shape[-1])
+    )
     fill = -(-processors(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
     most = max(MOST_SUMS // bytes_head, fill)
     batch = 1 if packed else inputs.q.shape[0]
@@ -132,7 +141,10 @@ def backward_launches(
     order: Order,
     config: Backward | None = None,
 ) -> list[Launch]:
-    """The launches in order: prepare, the backward kernel, dq from its sums. `gradients` are the tensors to fill: dq, dk, dv."""
+    """The launches in order: prepare, the backward kernel, dq from its sums.
+
+    `gradients` are the tensors to fill: dq, dk, dv.
+    """
     block_m, block_n, stages, slots, ahead = config or _choose(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
@@ -144,7 +156,8 @@ def backward_launches(
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (q.new_empty((tiles * block_m,), dtype=torch.float32) for _ in range(2))
     sums = q.new_empty((tiles * block_m * block_d,), dtype=torch.float32)
-    # Whose turn it is to add to each tile of sums (in the free order, whether its first block has cleared it), and how many blocks have been taken.
+    # Whose turn it is to add to each tile of sums (in the free order, whether its first block has cleared it), and how
+    # many blocks have been taken.
     turns = q.new_empty((tiles,), dtype=torch.int32)
     tickets = q.new_empty((1,), dtype=torch.int32)
     shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
@@ -204,7 +217,9 @@ def backward_launches(
     finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
     return [
         Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | of_sums | prepare),
-        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_sums | of_keys | main),
+        Launch(
+            flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_sums | of_keys | main
+        ),
         Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_sums | of_keys | finish),
     ]
 

@@ -1,9 +1,14 @@
-"""Flash attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every score matrix whole."""
+"""Flash attention's definition, in plain torch: readable, differentiable, any dtype up to fp64.
+
+Builds every score matrix whole.
+"""
 
 import torch
 
 
-def keep_mask(queries: int, keys: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> torch.Tensor:
+def keep_mask(
+    queries: int, keys: int, causal: bool, window_size: tuple[int, int], device: torch.device
+) -> torch.Tensor:
     """[Tq, Tk], True where the key takes part for the query; aligned at the bottom right."""
     position = torch.arange(queries, device=device)[:, None] + (keys - queries)
     key = torch.arange(keys, device=device)[None, :]
@@ -18,15 +23,20 @@ def keep_mask(queries: int, keys: int, causal: bool, window_size: tuple[int, int
     return keep
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch of equal lengths: q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv] -> o [B, Tq, Hq, Dv], lse [B, Hq, Tq]."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch of equal lengths: q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv] -> o [B, Tq, Hq, Dv], lse [B,
+    Hq, Tq].
+    """
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     sees = keep.any(-1)
-    # A row that sees nothing is given scores of 0, so that no infinity enters the gradients, and its results are then set by definition.
+    # A row that sees nothing is given scores of 0, so that no infinity enters the gradients, and its results are then
+    # set by definition.
     scores = scores.masked_fill(~keep, -torch.inf).masked_fill(~sees[:, None], 0.0)
     probabilities = torch.softmax(scores, -1).masked_fill(~sees[:, None], 0.0)
     lse = torch.logsumexp(scores, -1).masked_fill(~sees, -torch.inf)
@@ -48,8 +58,8 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output in q's dtype, and LSE.
 
-    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits this is what eager torch
-    would give, which tells how much error a precision costs.
+    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits
+    this is what eager torch would give, which tells how much error a precision costs.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     compute_dtype = compute_dtype or wide

@@ -1,7 +1,9 @@
-"""Flash attention tile by tile in torch, exactly as the kernels do it: the same tiles in the same order, the same state, the same casts.
+"""Flash attention tile by tile in torch, exactly as the kernels do it: the same tiles in the same order, the same
+state, the same casts.
 
-One program at a time: a query tile of one head (forward, dQ) or a key tile (dK and dV). Values come as (name, tensor), step by step; a number at the
-end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles are padded with zeros as loads pad them.
+One program at a time: a query tile of one head (forward, dQ) or a key tile (dK and dV). Values come as (name, tensor),
+step by step; a number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles are padded with
+zeros as loads pad them.
 """
 
 import math
@@ -22,8 +24,9 @@ LOG2E = 1.4426950408889634
 class Tiling:
     """Tiles of block_m queries and block_n keys; `fused_softmax` is base 2 with scale · log2(e) folded in, else base e.
 
-    `reverse` walks from the last tile to the first; for dK and dV where `sweeps_heads` says no (causal), in each tile over a group's heads, from
-    the last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ takes blocks of keys from the first on.
+    `reverse` walks from the last tile to the first; for dK and dV where `sweeps_heads` says no (causal), in each tile
+    over a group's heads, from the last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ
+    takes blocks of keys from the first on.
     """
 
     block_m: int
@@ -36,7 +39,8 @@ class Tiling:
 class Options:
     """What is computed: window limits None for none (causal is right = 0), softcap 0 for none.
 
-    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None then, and right may be < 0.
+    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
+    then, and right may be < 0.
     """
 
     scale: float
@@ -66,7 +70,9 @@ def dot(a: torch.Tensor, b: torch.Tensor, state: torch.dtype) -> torch.Tensor:
     return a.to(state) @ b.to(state)
 
 
-def keep(i_m: int, i_n: int, queries: int, keys: int, tiling: Tiling, options: Options, device: torch.device) -> torch.Tensor:
+def keep(
+    i_m: int, i_n: int, queries: int, keys: int, tiling: Tiling, options: Options, device: torch.device
+) -> torch.Tensor:
     """[M, N], True where the key takes part for the query."""
     position = i_m + torch.arange(tiling.block_m, device=device)[:, None] + options.diagonal(queries, keys)
     key = i_n + torch.arange(tiling.block_n, device=device)[None, :]
@@ -107,7 +113,9 @@ def _exponential(tiling: Tiling, x: torch.Tensor) -> torch.Tensor:
 
 
 def _units(tiling: Tiling, options: Options) -> tuple[float, float]:
-    """The sign that goes into q, and what a score is multiplied by in the exponent; both as the kernel has them, whose factor must be positive."""
+    """The sign that goes into q, and what a score is multiplied by in the exponent; both as the kernel has them, whose
+    factor must be positive.
+    """
     sign = 1.0 if options.softcap or options.scale > 0 else -1.0 if options.scale < 0 else 0.0
     factor = options.softcap or abs(options.scale) or 1.0
     return sign, factor * (LOG2E if tiling.fused_softmax else 1.0)
@@ -118,10 +126,13 @@ def _cap(scores: torch.Tensor, options: Options) -> torch.Tensor:
     return torch.tanh(scores * (options.scale / options.softcap)) if options.softcap else scores
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling: Tiling, options: Options) -> Iterator[Named]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling: Tiling, options: Options
+) -> Iterator[Named]:
     """Query tile `i_m` of one head: q [Tq, D], k [Tk, D], v [Tk, Dv].
 
-    Q; for each key tile i: K_i, S_pre_scaling_i, S_i (masked), M_i, L_i, P_i, V_i, O_scale_i, O_i; then O_final and LSE.
+    Q; for each key tile i: K_i, S_pre_scaling_i, S_i (masked), M_i, L_i, P_i, V_i, O_scale_i, O_i; then O_final and
+    LSE.
     """
     queries, keys, state = q.shape[0], k.shape[0], state_dtype(q)
     sign, factor = _units(tiling, options)
@@ -159,8 +170,12 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling:
     yield "LSE", torch.where(seen, logarithm, -math.inf)
 
 
-def prepare(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """delta = rowsum(o · do) - dlse, and the LSE in base 2, +inf for a row that saw nothing, so that its probabilities are 0."""
+def prepare(
+    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """delta = rowsum(o · do) - dlse, and the LSE in base 2, +inf for a row that saw nothing, so that its probabilities
+    are 0.
+    """
     state = state_dtype(o)
     delta = (o.to(state) * do.to(state)).sum(-1)
     delta = delta if dlse is None else delta - dlse.to(state)
@@ -172,7 +187,9 @@ def _probabilities(scores: torch.Tensor, lse_log2: torch.Tensor, kept: torch.Ten
     return torch.exp2(scores * factor - lse_log2[:, None]).masked_fill(~kept, 0.0)
 
 
-def _score_gradient(p: torch.Tensor, dp: torch.Tensor, delta: torch.Tensor, scores: torch.Tensor, options: Options) -> torch.Tensor:
+def _score_gradient(
+    p: torch.Tensor, dp: torch.Tensor, delta: torch.Tensor, scores: torch.Tensor, options: Options
+) -> torch.Tensor:
     ds = p * (dp - delta[:, None])
     return ds * (1.0 - scores * scores) if options.softcap else ds
 
@@ -188,10 +205,14 @@ def backward_dq(
     tiling: Tiling,
     options: Options,
 ) -> Iterator[Named]:
-    """Query tile `i_m` of one head: Q, dO, LSE2, delta; for each key tile i: K_i, S_i, V_i, dP_i, P_i, dS_i, dQ_i; then dQ_final."""
+    """Query tile `i_m` of one head: Q, dO, LSE2, delta; for each key tile i: K_i, S_i, V_i, dP_i, P_i, dS_i, dQ_i; then
+    dQ_final.
+    """
     queries, keys, state = q.shape[0], k.shape[0], state_dtype(q)
     b_q, b_do = tile(q, i_m, tiling.block_m), tile(do, i_m, tiling.block_m)
-    b_lse = torch.cat([lse_log2[i_m : i_m + tiling.block_m], lse_log2.new_full((max(0, i_m + tiling.block_m - queries),), math.inf)])
+    b_lse = torch.cat(
+        [lse_log2[i_m : i_m + tiling.block_m], lse_log2.new_full((max(0, i_m + tiling.block_m - queries),), math.inf)]
+    )
     b_delta = tile(delta, i_m, tiling.block_m)
     yield from (("Q", b_q), ("dO", b_do), ("LSE2", b_lse), ("delta", b_delta))
     acc = torch.zeros(tiling.block_m, q.shape[1], dtype=state, device=q.device)
@@ -223,10 +244,11 @@ def backward_dkdv(
     tiling: Tiling,
     options: Options,
 ) -> Iterator[Named]:
-    """Key tile `i_n` of one key head, for its group's query heads or one part of them: q [G, Tq, D], do [G, Tq, Dv], lse_log2 and delta [G, Tq].
+    """Key tile `i_n` of one key head, for its group's query heads or one part of them: q [G, Tq, D], do [G, Tq, Dv],
+    lse_log2 and delta [G, Tq].
 
-    K, V; for each head and query tile, in the tiling's order and counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and
-    dV_final. Scores and their like are [M, N] here, and transposed in the kernel.
+    K, V; for each head and query tile, in the tiling's order and counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i,
+    dS_i, dK_i; then dK_final and dV_final. Scores and their like are [M, N] here, and transposed in the kernel.
     """
     queries, keys, state = q.shape[1], k.shape[0], state_dtype(q)
     b_k, b_v = tile(k, i_n, tiling.block_n), tile(v, i_n, tiling.block_n)

@@ -29,28 +29,35 @@ def hstu_attention(
     contextual_seq_len: int = 0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Attention of HSTU, `SiLU(alpha · q kᵀ) / max_seq_len · v` over what the mask keeps, without ever building the score matrix. No softmax.
+    """Attention of HSTU, `SiLU(alpha · q kᵀ) / max_seq_len · v` over what the mask keeps, without ever building the
+    score matrix. No softmax.
 
-    The mask counts by ids: a token's is its position; the contextual tokens at a sequence's start share one, and so do the targets at its end.
+    The mask counts by ids: a token's is its position; the contextual tokens at a sequence's start share one, and so do
+    the targets at its end.
 
     Args:
-        q: queries, packed `[N, H, D]`. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous, every other stride is free.
+        q: queries, packed `[N, H, D]`. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous, every
+            other stride is free.
         k: keys `[N, H, D]`.
         v: values `[N, H, Dv]`; Dv may differ from D.
-        seq_offsets: offsets `[B + 1]` of the sequences, int32 or int64, first 0, last N, never decreasing; a sequence may be empty.
+        seq_offsets: offsets `[B + 1]` of the sequences, int32 or int64, first 0, last N, never decreasing; a sequence
+            may be empty.
         max_seq_len: the weights are divided by it; no sequence may be longer.
         alpha: any finite number, by default `D ** -0.5`.
         causal: a query sees itself and keys of a lower id; otherwise keys of any other id.
-        num_targets: `[B]`, int32 or int64: so many tokens at a sequence's end are targets, which see what comes before them and themselves,
-            not each other.
+        num_targets: `[B]`, int32 or int64: so many tokens at a sequence's end are targets, which see what comes before
+            them and themselves, not each other.
         max_attn_len: where > 0, only keys whose id is at most so far away.
-        contextual_seq_len: where > 0, so many tokens at a sequence's start are its context: each sees all keys but targets, whatever the limits.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        contextual_seq_len: where > 0, so many tokens at a sequence's start are its context: each sees all keys but
+            targets, whatever the limits.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
         The output `[N, H, Dv]` in q's dtype.
 
-    Values in seq_offsets and num_targets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in seq_offsets and num_targets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it
+    costs a synchronisation).
     """
     given: tuple[Any, ...] = q, k, v, seq_offsets, num_targets
     options: tuple[Any, ...] = max_seq_len, alpha, causal, max_attn_len, contextual_seq_len, backend
@@ -58,11 +65,19 @@ def hstu_attention(
     return _by_reference(*given, *options) if made is None else made
 
 
-def _numbers(q: torch.Tensor, max_seq_len: int, alpha: float | None, max_attn_len: int, contextual_seq_len: int) -> tuple[int, float, int, int]:
+def _numbers(
+    q: torch.Tensor, max_seq_len: int, alpha: float | None, max_attn_len: int, contextual_seq_len: int
+) -> tuple[int, float, int, int]:
     """The longest sequence, alpha and both limits as they are computed with."""
-    # Without a token there is nothing to divide. Limits beyond the longest sequence change nothing more: so no position overflows.
+    # Without a token there is nothing to divide. Limits beyond the longest sequence change nothing more: so no position
+    # overflows.
     longest = max(max_seq_len, 1)
-    return longest, q.shape[-1] ** -0.5 if alpha is None else alpha, min(max_attn_len, longest), min(contextual_seq_len, longest + 1)
+    return (
+        longest,
+        q.shape[-1] ** -0.5 if alpha is None else alpha,
+        min(max_attn_len, longest),
+        min(contextual_seq_len, longest + 1),
+    )
 
 
 def _prepare(
@@ -140,9 +155,13 @@ def _check(
         checks.check_not_fp64(q, "q", backend)
     checks.check_offsets_tensor(seq_offsets, "seq_offsets", q.device, q.shape[0])
     if num_targets is not None:
-        checks.check_indices_tensor(num_targets, "num_targets", q.device, (seq_offsets.shape[0] - 1,), "[B], a number for each sequence")
+        checks.check_indices_tensor(
+            num_targets, "num_targets", q.device, (seq_offsets.shape[0] - 1,), "[B], a number for each sequence"
+        )
     if max_seq_len == 0 and q.shape[0] > 0:
-        raise ValueError(f"max_seq_len is 0 and there are {q.shape[0]} tokens: expected at least the length of the longest sequence")
+        raise ValueError(
+            f"max_seq_len is 0 and there are {q.shape[0]} tokens: expected at least the length of the longest sequence"
+        )
     return backend
 
 
@@ -167,8 +186,12 @@ def _run_forward(
 ) -> torch.Tensor:
     _check_values(q, offsets, num_targets, max_seq_len)
     if backend == "cpu":
-        return cpu.forward(q, k, v, offsets, num_targets, cpu.Options(max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
-    return launch.forward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len))
+        return cpu.forward(
+            q, k, v, offsets, num_targets, cpu.Options(max_seq_len, alpha, causal, max_attn_len, contextual_seq_len)
+        )
+    return launch.forward(
+        launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len)
+    )
 
 
 def _run_backward(
@@ -190,7 +213,10 @@ def _run_backward(
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
             return cpu.backward(q, k, v, do, offsets, num_targets, options)
-    return launch.backward(launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len), do)
+    return launch.backward(
+        launch.make_inputs(q, k, v, offsets, num_targets, max_seq_len, alpha, causal, max_attn_len, contextual_seq_len),
+        do,
+    )
 
 
 def _plan_forward(*arguments: Any) -> torch.Tensor:
@@ -205,7 +231,9 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: 
     return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
 
 
-def _fake_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, ...]:
+def _fake_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
+) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
 
@@ -219,10 +247,15 @@ def _differentiate(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? num_targets, SymInt max_seq_len, float alpha, bool causal, SymInt max_attn_len, "
-    "SymInt contextual_seq_len, str backend"
+    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? num_targets, SymInt max_seq_len, float alpha, bool causal,"
+    " SymInt max_attn_len, SymInt contextual_seq_len, str backend"
 )
 hstu_backward = register(
-    f"hstu_backward(Tensor do, {_INPUTS}) -> (Tensor dq, Tensor dk, Tensor dv)", _run_backward, _fake_backward, plan=_plan_backward
+    f"hstu_backward(Tensor do, {_INPUTS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _run_backward,
+    _fake_backward,
+    plan=_plan_backward,
 )
-hstu_forward = register(f"hstu_forward({_INPUTS}) -> Tensor", _run_forward, _fake_forward, _differentiate, _save, plan=_plan_forward)
+hstu_forward = register(
+    f"hstu_forward({_INPUTS}) -> Tensor", _run_forward, _fake_forward, _differentiate, _save, plan=_plan_forward
+)

@@ -1,7 +1,8 @@
-"""Tile shapes of the SiLU attention kernels, as data, and the pure function that picks one for a problem and an architecture.
+"""Tile shapes of the SiLU attention kernels, as data, and the pure function that picks one for a problem and an
+architecture.
 
-Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory that fits the smallest
-card of the family.
+Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory
+that fits the smallest card of the family.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +17,9 @@ WIDTHS = (128, 256, 512)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and registers a thread may take."""
+    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and registers a
+    thread may take.
+    """
 
     block_m: int
     block_n: int
@@ -27,8 +30,9 @@ class Config(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What of a call decides its tiles: channels of q and v together, bytes an element, whether tensor descriptors can read its tensors, and
-    whether all their strides are multiples of 16, so that Triton loads rows in wide words."""
+    """What of a call decides its tiles: channels of q and v together, bytes an element, whether tensor descriptors can
+    read its tensors, and whether all their strides are multiples of 16, so that Triton loads rows in wide words.
+    """
 
     channels: int
     element_size: int
@@ -40,7 +44,8 @@ def _tma(block_m: int, block_n: int, num_warps: int, num_stages: int, registers:
     return Config(block_m, block_n, num_warps, num_stages, True, registers)
 
 
-# (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no descriptors.
+# (family, bytes an element, kernel) -> for each of WIDTHS the candidates, best first; the last of them needs no
+# descriptors.
 TABLE: dict[tuple[Family, int, Kernel], tuple[tuple[Config, ...], ...]] = {
     ("hopper", 2, "fwd"): (
         (Config(64, 64, 4, 3, registers=128),),

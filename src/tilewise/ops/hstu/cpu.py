@@ -26,7 +26,9 @@ class Options:
 
 @dataclass(frozen=True)
 class _Mask:
-    """Which pairs of one sequence take part: the tokens' ids, by which distances are counted, and the id at which targets begin."""
+    """Which pairs of one sequence take part: the tokens' ids, by which distances are counted, and the id at which
+    targets begin.
+    """
 
     ids: torch.Tensor
     end: int
@@ -39,7 +41,9 @@ class _Mask:
         if not self.options.causal:
             distance = distance.abs()
         keep = distance > 0
-        keep |= torch.arange(rows.start, rows.stop, device="cpu")[:, None] == torch.arange(keys.start, keys.stop, device="cpu")
+        keep |= torch.arange(rows.start, rows.stop, device="cpu")[:, None] == torch.arange(
+            keys.start, keys.stop, device="cpu"
+        )
         if self.options.max_attn_len > 0:
             keep &= distance <= self.options.max_attn_len
         if self.options.contextual_seq_len > 0:
@@ -57,7 +61,9 @@ def _mask(tokens: int, targets: int, options: Options) -> _Mask:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile of one sequence: its keys, which pairs take part, and the scores [H, rows, keys], 0 where a pair does not."""
+    """One tile of one sequence: its keys, which pairs take part, and the scores [H, rows, keys], 0 where a pair does
+    not.
+    """
 
     keys: slice
     keep: torch.Tensor
@@ -92,7 +98,12 @@ def _forward_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torc
 
 
 def _backward_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: _Mask
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: _Mask,
 ) -> None:
     """Fill dq, dk, dv of one sequence, each [T, H, D]; dk and dv are summed over query tiles in fp32, in order."""
     dq, dk, dv = gradients
@@ -113,7 +124,9 @@ def _backward_sequence(
     dv.copy_(acc_dv.transpose(0, 1))
 
 
-def _sequences(offsets: torch.Tensor, num_targets: torch.Tensor | None, options: Options) -> Iterator[tuple[slice, _Mask]]:
+def _sequences(
+    offsets: torch.Tensor, num_targets: torch.Tensor | None, options: Options
+) -> Iterator[tuple[slice, _Mask]]:
     """Each sequence's rows and its mask."""
     targets = [0] * (offsets.shape[0] - 1) if num_targets is None else num_targets.tolist()
     for (start, stop), n in zip(itertools.pairwise(offsets.tolist()), targets, strict=True):
@@ -121,7 +134,12 @@ def _sequences(offsets: torch.Tensor, num_targets: torch.Tensor | None, options:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, num_targets: torch.Tensor | None, options: Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    options: Options,
 ) -> torch.Tensor:
     """Output [N, H, Dv] in q's dtype, contiguous."""
     o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="cpu")
@@ -131,7 +149,13 @@ def forward(
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, offsets: torch.Tensor, num_targets: torch.Tensor | None, options: Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    offsets: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, k, v))

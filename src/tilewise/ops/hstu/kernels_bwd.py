@@ -1,8 +1,9 @@
 """SiLU attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
 
-Two kernels. `dkdv` owns a key tile and loops over the query tiles that reach it (4 products: Sᵀ, dV, dPᵀ, dK). `dq` owns a query tile and loops over
-key tiles (3 products: S, dP, dQ). A weight depends on its own score alone, so nothing of the forward is needed but its inputs. The key side computes
-Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
+Two kernels. `dkdv` owns a key tile and loops over the query tiles that reach it (4 products: Sᵀ, dV, dPᵀ, dK). `dq`
+owns a query tile and loops over key tiles (3 products: S, dP, dQ). A weight depends on its own score alone, so nothing
+of the forward is needed but its inputs. The key side computes Sᵀ = K Qᵀ directly, so that no result of a product has to
+be transposed.
 """
 
 import triton
@@ -23,9 +24,9 @@ SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context"
 @triton.jit
 def hstu_bwd_dkdv_step(
     acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, Tk, off, left, right, history, alpha_log2, gain, ratio, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    INSIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """One query tile's part of dK and dV. Rows past the last query are zero, and so is what comes of them."""
     # [M, D]
@@ -61,10 +62,11 @@ def hstu_bwd_dkdv_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def hstu_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu, cu_other, tiles, num_targets, n_tiles, n_heads,
-    n_queries, n_keys, left, right, context, alpha_log2, gain, ratio, factor, factor_s, taps, parts,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, dk, dv, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cu, cu_other, tiles,
+    num_targets, n_tiles, n_heads, n_queries, n_keys, left, right, context, alpha_log2, gain, ratio, factor, factor_s,
+    taps, parts, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: key tiles of all sequences, longest sequences first, x heads x parts, where parts is given.
     # Owns: BLOCK_N keys of one head, for one part of the queries.
@@ -109,8 +111,9 @@ def hstu_bwd_dkdv_kernel(
         ):
             for i_m in range(tl.maximum(firsts[PART], i_low), tl.minimum(lasts[PART], i_high), BLOCK_M):
                 acc_dk, acc_dv = hstu_bwd_dkdv_step(
-                    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, Tk, off, left, right, history, alpha_log2, gain, ratio, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1, PART != 3,
+                    acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, Tk, off, left, right, history, alpha_log2,
+                    gain, ratio, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA,
+                    PRECISION, PART != 1, PART != 3,
                 )  # fmt: skip
     store_rows((dk, dk_strides, i_b, i_h, start_k, Tk), i_n, acc_dk * factor_s, D, BLOCK_N, BLOCK_D)
     store_rows((dv, dv_strides, i_b, i_h, start_k, Tk), i_n, acc_dv * factor, DV, BLOCK_N, BLOCK_DV)
@@ -119,9 +122,9 @@ def hstu_bwd_dkdv_kernel(
 @triton.jit
 def hstu_bwd_dq_step(
     acc_dq, b_q, b_do, k_rows, v_rows, i_m, i_n, off, left, right, history, alpha_log2, gain, ratio, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    INSIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """One key tile's part of dQ."""
     # [N, D]
@@ -141,7 +144,11 @@ def hstu_bwd_dq_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_ds = tl.where(kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY), b_ds, 0.0)
+        b_ds = tl.where(
+            kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY),
+            b_ds,
+            0.0,
+        )
     tap(taps, i_n // BLOCK_N, 4, b_ds)
     # [M, N] @ [N, D] -> [M, D]
     acc_dq = tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
@@ -151,16 +158,19 @@ def hstu_bwd_dq_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def hstu_bwd_dq_kernel(
-    q, k, v, do, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu, cu_other, tiles, num_targets, n_tiles, n_heads,
-    n_queries, n_keys, left, right, context, alpha_log2, gain, ratio, factor_s, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, dq, q_strides, k_strides, v_strides, do_strides, dq_strides, cu, cu_other, tiles, num_targets,
+    n_tiles, n_heads, n_queries, n_keys, left, right, context, alpha_log2, gain, ratio, factor_s, taps,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles of all sequences, longest sequences first, x heads.
     # Owns: BLOCK_M queries of one head.
     # Loops over: the key tiles that its mask reaches.
     # Writes: its rows of dq.
-    i_b, i_h, i_m, start_q, Tq = locate_ordered(tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_ordered(
+        tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M
+    )
     if i_m >= Tq:
         return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
@@ -178,7 +188,8 @@ def hstu_bwd_dq_kernel(
         if PART == 1 or PART == 3 or (PART == 0 and left is not None) or (PART == 2 and (right is not None or HISTORY)):
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc_dq = hstu_bwd_dq_step(
-                    acc_dq, b_q, b_do, k_rows, v_rows, i_m, i_n, off, left, right, history, alpha_log2, gain, ratio, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1, PART != 3,
+                    acc_dq, b_q, b_do, k_rows, v_rows, i_m, i_n, off, left, right, history, alpha_log2, gain, ratio,
+                    taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION,
+                    PART != 1, PART != 3,
                 )  # fmt: skip
     store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * factor_s, D, BLOCK_M, BLOCK_D)

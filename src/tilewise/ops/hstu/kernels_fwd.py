@@ -1,10 +1,13 @@
-"""SiLU attention forward, for any GPU that Triton serves: `o = factor · Σ_j p(q_i·k_j) v_j` over the keys that the mask keeps.
+"""SiLU attention forward, for any GPU that Triton serves: `o = factor · Σ_j p(q_i·k_j) v_j` over the keys that the mask
+keeps.
 
-Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream through. There is no softmax,
-so nothing but the sum itself is carried from tile to tile. Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step, and a sigmoid a pair, which weighs as
-much as the products where D is small. Bytes from memory: Q and O once; K and V once for each query tile, from the L2 cache for all but the first.
+Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
+through. There is no softmax, so nothing but the sum itself is carried from tile to tile. Operations: 2 · BLOCK_M ·
+BLOCK_N · (D + Dv) a step, and a sigmoid a pair, which weighs as much as the products where D is small. Bytes from
+memory: Q and O once; K and V once for each query tile, from the L2 cache for all but the first.
 
-The mask is that of flash attention (left, right, KEY_STRIDE) or, where num_targets or context is given, that of `_tile.history`.
+The mask is that of flash attention (left, right, KEY_STRIDE) or, where num_targets or context is given, that of
+`_tile.history`.
 """
 
 import triton
@@ -25,9 +28,9 @@ SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context"
 @triton.jit
 def hstu_fwd_step(
     b_q, acc, k_rows, v_rows, i_m, i_n, off, left, right, history, alpha_log2, gain, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    INSIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, weights, sum with the values."""
     # [N, D]; scores of rows past the last are masked, whatever a descriptor reads there.
@@ -40,7 +43,11 @@ def hstu_fwd_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_p = tl.where(kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY), b_p, 0.0)
+        b_p = tl.where(
+            kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY),
+            b_p,
+            0.0,
+        )
     # [N, DV]
     b_v = load_rows(v_rows, i_n, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE)
     tap(taps, i_n // BLOCK_N, 3, b_p)
@@ -53,16 +60,19 @@ def hstu_fwd_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def hstu_fwd_kernel(
-    q, k, v, o, q_strides, k_strides, v_strides, o_strides, cu, cu_other, tiles, num_targets, n_tiles, n_heads, n_queries, n_keys,
-    left, right, context, alpha_log2, gain, factor, taps,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, q_strides, k_strides, v_strides, o_strides, cu, cu_other, tiles, num_targets, n_tiles, n_heads,
+    n_queries, n_keys, left, right, context, alpha_log2, gain, factor, taps,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles of all sequences, longest sequences first, x heads.
     # Owns: BLOCK_M queries of one head.
     # Loops over: the key tiles that its mask reaches.
     # Writes: its rows of o.
-    i_b, i_h, i_m, start_q, Tq = locate_ordered(tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M)
+    i_b, i_h, i_m, start_q, Tq = locate_ordered(
+        tl.program_id(0), tiles, n_tiles, n_heads, n_queries, cu, CAUSAL, BLOCK_M
+    )
     if i_m >= Tq:
         return
     history = (context, history_end(num_targets, context, i_b, Tq), left)
@@ -81,6 +91,7 @@ def hstu_fwd_kernel(
             for i_n in range(ends[PART], ends[PART + 1], BLOCK_N):
                 acc = hstu_fwd_step(
                     b_q, acc, k_rows, v_rows, i_m, i_n, off, left, right, history, alpha_log2, gain, taps,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1, PART != 3,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1,
+                    PART != 3,
                 )  # fmt: skip
     store_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, acc * factor, DV, BLOCK_M, BLOCK_DV)

@@ -1,6 +1,7 @@
 """SiLU attention launches: choose tiles, allocate, build the grid, launch. Plain tensors in and out; no autograd.
 
-`make_inputs` is HSTU attention; the compressed and the window branch of block-sparse attention are the same kernels with other numbers.
+`make_inputs` is HSTU attention; the compressed and the window branch of block-sparse attention are the same kernels
+with other numbers.
 """
 
 from typing import Any, NamedTuple
@@ -8,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths, why_pointers
+from tilewise.ops._host.launching import (
+    Launch,
+    descriptor,
+    fits_descriptor,
+    padded_channels,
+    row_strides,
+    tile_widths,
+    why_pointers,
+)
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.template import emit, note
@@ -24,7 +33,9 @@ ORDERED = 1024
 
 
 class Mask(NamedTuple):
-    """Which pairs take part: flash attention's limits and key stride; with targets or a context left is the reach, and `causal` says the rest."""
+    """Which pairs take part: flash attention's limits and key stride; with targets or a context left is the reach, and
+    `causal` says the rest.
+    """
 
     causal: bool
     left: int | None
@@ -37,7 +48,8 @@ class Mask(NamedTuple):
 class Inputs(NamedTuple):
     """One call's tensors and numbers: packed where cu_q is given; cu_k only where keys have offsets of their own.
 
-    Weights are `gain · s · sigmoid(alpha · s)`, a gain of None being 1, and `factor` times their sum with the values is the output.
+    Weights are `gain · s · sigmoid(alpha · s)`, a gain of None being 1, and `factor` times their sum with the values is
+    the output.
     """
 
     q: torch.Tensor
@@ -85,8 +97,8 @@ def make_inputs(
 def widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
     """Channels of q and k, and of v, as tiles hold them.
 
-    As `tile_widths`, but for 32 channels beside 64 in 16 bits, the shape of many recommenders: these kernels, which transpose no product, come out
-    right with tiles of just that width (a test checks it), and run a tenth faster.
+    As `tile_widths`, but for 32 channels beside 64 in 16 bits, the shape of many recommenders: these kernels, which
+    transpose no product, come out right with tiles of just that width (a test checks it), and run a tenth faster.
     """
     if element_size == 2 and (padded_channels(channels), padded_channels(values)) == (32, 64):
         return 32, 64
@@ -99,7 +111,9 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
 
 
 class Tiles(NamedTuple):
-    """A grid over tiles of tokens: how many slots there are in all, tiles of one dense sequence, and the order of packed ones."""
+    """A grid over tiles of tokens: how many slots there are in all, tiles of one dense sequence, and the order of
+    packed ones.
+    """
 
     slots: int
     of_sequence: int
@@ -108,7 +122,9 @@ class Tiles(NamedTuple):
 
 
 def order_tiles(x: torch.Tensor, batch: int, cu: torch.Tensor | None, block: int, last_first: bool) -> Tiles:
-    """The tiles of all sequences, longest sequences first, so that what runs last is short; LAST_FIRST, each from its last tile down."""
+    """The tiles of all sequences, longest sequences first, so that what runs last is short; LAST_FIRST, each from its
+    last tile down.
+    """
     tokens = x.shape[-3]
     n_tiles = tile_slots(tokens, block, cu)
     if cu is None:
@@ -185,7 +201,9 @@ def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) ->
     return config
 
 
-def _why_pointers(kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor) -> str | None:
+def _why_pointers(
+    kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor
+) -> str | None:
     """Why tiles do not come through tensor descriptors, where they could."""
     if not configs.choose(kernel, problem._replace(descriptors=True), card).tma:
         return None
@@ -219,7 +237,10 @@ def backward_launches(
     taps: tuple[Taps | None, Taps | None] = (None, None),
     parts: int = 1,
 ) -> list[Launch]:
-    """The backward's launches in order: dK and dV, then dQ. `gradients` are the tensors to fill: dq, dk, dv; for `parts` see `backward`."""
+    """The backward's launches in order: dK and dV, then dQ.
+
+    `gradients` are the tensors to fill: dq, dk, dv; for `parts` see `backward`.
+    """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
     _, block_dv = widths(q.shape[-1], do.shape[-1], do.element_size())
@@ -231,12 +252,17 @@ def backward_launches(
     beside = {"ratio": inputs.alpha / gain, "factor_s": inputs.factor * gain}
     # The tiles of dK and dV are the keys'.
     own = {} if inputs.cu_k is None else {"cu": inputs.cu_k, "cu_other": inputs.cu_q}
-    keys = _output("dk", dk) | _output("dv", dv) | own | {"factor": inputs.factor, "parts": parts if parts > 1 else None}
+    keys = (
+        _output("dk", dk) | _output("dv", dv) | own | {"factor": inputs.factor, "parts": parts if parts > 1 else None}
+    )
     for kernel, tiles, config, outputs, tap in (
         (hstu_bwd_dkdv_kernel, tiles_k._replace(slots=tiles_k.slots * parts), config_dkdv, keys, taps[0]),
         (hstu_bwd_dq_kernel, tiles_q, config_dq, _output("dq", dq), taps[1]),
     ):
-        incoming = {"do": _readable(do, config, config.block_m, block_dv), "do_strides": None if config.tma else row_strides(do.stride())}
+        incoming = {
+            "do": _readable(do, config, config.block_m, block_dv),
+            "do_strides": None if config.tma else row_strides(do.stride()),
+        }
         arguments = _arguments(inputs, config, tiles) | beside | incoming | outputs | {"taps": tap}
         launches.append(Launch(kernel, tiles.slots * q.shape[-2], arguments))
     return launches
@@ -252,18 +278,24 @@ def plan_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, from the output's gradient.
 
-    With more than one part, where keys are few and queries many, each of the parts of the queries has programs of its own: dk and dv come in fp32
-    with rows for each part, one part after another, to be added by the caller.
+    With more than one part, where keys are few and queries many, each of the parts of the queries has programs of its
+    own: dk and dv come in fp32 with rows for each part, one part after another, to be added by the caller.
     """
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq = inputs.q.new_empty(inputs.q.shape)
     dk, dv = (
-        x.new_empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32) for x in (inputs.k, inputs.v)
+        x.new_empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32)
+        for x in (inputs.k, inputs.v)
     )
     if do.numel():
         config_dkdv = config_dkdv or _choose("dkdv", inputs, do)
-        emit(do, *backward_launches(inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts))
+        emit(
+            do,
+            *backward_launches(
+                inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts
+            ),
+        )
     return dq, dk, dv
 
 

@@ -1,11 +1,16 @@
-"""HSTU attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every score matrix whole."""
+"""HSTU attention's definition, in plain torch: readable, differentiable, any dtype up to fp64.
+
+Builds every score matrix whole.
+"""
 
 import itertools
 
 import torch
 
 
-def keep_mask(tokens: int, causal: bool, targets: int | None, max_attn_len: int, contextual_seq_len: int, device: torch.device) -> torch.Tensor:
+def keep_mask(
+    tokens: int, causal: bool, targets: int | None, max_attn_len: int, contextual_seq_len: int, device: torch.device
+) -> torch.Tensor:
     """[L, L], True where the key takes part for the query, in a sequence whose last `targets` tokens are targets."""
     position = torch.arange(tokens, device=device)
     ids, end = position, tokens
@@ -27,9 +32,12 @@ def keep_mask(tokens: int, causal: bool, targets: int | None, max_attn_len: int,
     return keep
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, alpha: float, max_seq_len: int) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, alpha: float, max_seq_len: int
+) -> torch.Tensor:
     """One sequence: q, k [L, H, D], v [L, H, Dv], keep [L, L] -> [L, H, Dv]."""
-    # SiLU(0) = 0, so a pair left out is given score 0 before SiLU, not weight 0 after it: nothing of its score then enters the gradients.
+    # SiLU(0) = 0, so a pair left out is given score 0 before SiLU, not weight 0 after it: nothing of its score then
+    # enters the gradients.
     scores = (torch.einsum("ihd,jhd->hij", q, k) * alpha).masked_fill(~keep, 0.0)
     return torch.einsum("hij,jhd->ihd", torch.nn.functional.silu(scores) / max_seq_len, v)
 
@@ -50,8 +58,8 @@ def hstu_attention(
 ) -> torch.Tensor:
     """Output in q's dtype.
 
-    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits this is what eager torch
-    would give, which tells how much error a precision costs.
+    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits
+    this is what eager torch would give, which tells how much error a precision costs.
     """
     compute_dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     alpha = q.shape[-1] ** -0.5 if alpha is None else alpha

@@ -1,7 +1,9 @@
-"""HSTU attention tile by tile in torch, exactly as the kernels do it: the same tiles in the same order, the same state, the same casts.
+"""HSTU attention tile by tile in torch, exactly as the kernels do it: the same tiles in the same order, the same state,
+the same casts.
 
-One program at a time, of one sequence and one head: a query tile (forward, dQ) or a key tile (dK and dV). Values come as (name, tensor), step by
-step; a number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles are padded with zeros as loads pad them.
+One program at a time, of one sequence and one head: a query tile (forward, dQ) or a key tile (dK and dV). Values come
+as (name, tensor), step by step; a number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs;
+tiles are padded with zeros as loads pad them.
 """
 
 from collections.abc import Iterator
@@ -24,8 +26,9 @@ class Tiling:
 class Options:
     """What is computed, as in the public call; `targets` are the last tokens of this sequence.
 
-    Weights are `gain · s · sigmoid(alpha · s)`, which is what products take: the kernels' gain is alpha in fp16, where a weight without it might be
-    too large a number, else 1. What is missing to `SiLU(alpha · s) / max_seq_len` is multiplied at the end.
+    Weights are `gain · s · sigmoid(alpha · s)`, which is what products take: the kernels' gain is alpha in fp16, where
+    a weight without it might be too large a number, else 1. What is missing to `SiLU(alpha · s) / max_seq_len` is
+    multiplied at the end.
     """
 
     alpha: float
@@ -100,7 +103,9 @@ def key_blocks(i_m: int, tokens: int, tiling: Tiling, options: Options) -> list[
 
 
 def query_blocks(i_n: int, tokens: int, tiling: Tiling, options: Options) -> list[int]:
-    """First queries of the tiles that reach key tile `i_n`, in the order in which they are walked: those that only the context brings come last."""
+    """First queries of the tiles that reach key tile `i_n`, in the order in which they are walked: those that only the
+    context brings come last.
+    """
     end, reach = options.end(tokens), options.max_attn_len
     first, last = options.stands(i_n, tokens), options.stands(min(i_n + tiling.block_n, tokens) - 1, tokens)
     low, high = 0, tokens
@@ -132,8 +137,13 @@ def _slopes(scores: torch.Tensor, kept: torch.Tensor, options: Options) -> torch
     return (scores * sigmoid * (options.alpha - options.alpha * sigmoid) + sigmoid).masked_fill(~kept, 0.0)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling: Tiling, options: Options) -> Iterator[Named]:
-    """Query tile `i_m`: q, k [T, D], v [T, Dv]. Q; for each key tile i: K_i, S_i, P_i (masked weights), V_i, O_i; then O_final."""
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling: Tiling, options: Options
+) -> Iterator[Named]:
+    """Query tile `i_m`: q, k [T, D], v [T, Dv].
+
+    Q; for each key tile i: K_i, S_i, P_i (masked weights), V_i, O_i; then O_final.
+    """
     tokens, state = q.shape[0], state_dtype(q)
     b_q = tile(q, i_m, tiling.block_m)
     yield "Q", b_q
@@ -152,7 +162,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i_m: int, tiling:
     yield "O_final", acc * options.output_factor
 
 
-def backward_dq(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, i_m: int, tiling: Tiling, options: Options) -> Iterator[Named]:
+def backward_dq(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, i_m: int, tiling: Tiling, options: Options
+) -> Iterator[Named]:
     """Query tile `i_m`: Q, dO; for each key tile i: K_i, S_i, V_i, dP_i, dS_i (masked), dQ_i; then dQ_final."""
     tokens, state = q.shape[0], state_dtype(q)
     b_q, b_do = tile(q, i_m, tiling.block_m), tile(do, i_m, tiling.block_m)
@@ -173,8 +185,11 @@ def backward_dq(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Ten
     yield "dQ_final", acc * (options.output_factor * options.gain)
 
 
-def backward_dkdv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, i_n: int, tiling: Tiling, options: Options) -> Iterator[Named]:
-    """Key tile `i_n`: K, V; for each query tile i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and dV_final.
+def backward_dkdv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, i_n: int, tiling: Tiling, options: Options
+) -> Iterator[Named]:
+    """Key tile `i_n`: K, V; for each query tile i: Q_i, S_i, P_i, dO_i, dV_i, dP_i, dS_i, dK_i; then dK_final and
+    dV_final.
 
     Scores and their like are [M, N] here, and transposed in the kernel.
     """

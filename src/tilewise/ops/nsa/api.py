@@ -42,34 +42,44 @@ def native_sparse_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Native sparse attention (arXiv 2502.11089), causal: `g_cmp · o_cmp + g_slc · o_slc + g_swa · o_swa`.
 
-    o_cmp is attention to compressed windows of keys, o_slc to the blocks that those scores select, o_swa to the last window_size keys.
+    o_cmp is attention to compressed windows of keys, o_slc to the blocks that those scores select, o_swa to the last
+    window_size keys.
 
     Args:
-        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The last axis must be
-            contiguous, every other stride is free.
-        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
+            last axis must be contiguous, every other stride is free.
+        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+            `h // (Hq // Hk)`.
         v: values `[B, T, Hk, Dv]` or `[N, Hk, Dv]`; Dv may differ from D.
-        g_cmp, g_slc, g_swa: gates `[B, T, Hq]` or `[N, Hq]`, in q's dtype or fp32; None leaves the branch out. At least one must be given.
-        k_cmp, v_cmp: learned compressed keys and values, both or neither: `[B, C, Hk, D]` and `[B, C, Hk, Dv]` with
-            `C = max(0, (T - compress_size) // compress_stride + 1)`, or packed, those of all sequences end to end. By default the windows' means.
-        compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a multiple of the stride.
+        g_cmp, g_slc, g_swa: gates `[B, T, Hq]` or `[N, Hq]`, in q's dtype or fp32; None leaves the branch out. At least
+        one must be given. k_cmp, v_cmp: learned compressed keys and values, both or neither: `[B, C, Hk, D]` and
+        `[B, C, Hk, Dv]` with
+            `C = max(0, (T - compress_size) // compress_stride + 1)`, or packed, those of all sequences end to end. By
+            default the windows' means.
+        compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a
+        multiple of the stride.
         block_size: tokens in a block that can be selected, a multiple of compress_stride; `triton` takes up to 128.
         block_count: how many blocks each query selects.
         window_size: keys of the sliding window, the query's own included.
-        init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always selected; together at most
+        init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always
+        selected; together at most
             block_count.
         scale: any finite number, by default `D ** -0.5`.
-        cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence may be empty.
-        block_indices: blocks to attend in place of a choice, int32 or int64 `[B, T, Hk, block_count]` or `[N, Hk, block_count]`, counted from the
-            sequence's own start; a repeated index counts once, -1 is skipped.
+        cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence
+            may be empty.
+        block_indices: blocks to attend in place of a choice, int32 or int64 `[B, T, Hk, block_count]` or
+            `[N, Hk, block_count]`, counted from the sequence's own start; a repeated index counts once, -1 is skipped.
         return_indices: also return the selected blocks, which needs g_slc.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
-        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_indices also the blocks, int32 `[B, T, Hk, block_count]` (or
-        `[N, Hk, block_count]`): ascending, -1 at the end; given ones as they were given. The choice passes no gradient.
+        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_indices also the blocks, int32
+        `[B, T, Hk, block_count]` (or `[N, Hk, block_count]`): ascending, -1 at the end; given ones as they were given.
+        The choice passes no gradient.
 
-    Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     given = q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, block_indices, cu_seqlens
     sizes = compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks
@@ -104,11 +114,15 @@ def _prepare(
     arguments.check_lengths(tensors)
     _check_gates(q, g_cmp, g_slc, g_swa, cu is not None)
     if return_indices and g_slc is None:
-        raise ValueError("return_indices is True and g_slc is None: no blocks are selected; give g_slc, or leave return_indices out")
+        raise ValueError(
+            "return_indices is True and g_slc is None: no blocks are selected; give g_slc, or leave return_indices out"
+        )
     _check_learned(q, k, v, k_cmp, v_cmp, cu, sizes)
     if block_indices is not None:
         axes = "[B, T, Hk, block_count]" if cu is None else "[N, Hk, block_count]"
-        checks.check_indices_tensor(block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], sizes.block_count), axes)
+        checks.check_indices_tensor(
+            block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], sizes.block_count), axes
+        )
     scale = scale_of(q, scale)
     if backend == "reference":
         return None
@@ -132,15 +146,25 @@ def _by_reference(
     *numbers, window_size, scale, _, _ = options
     sizes = Sizes(*numbers)
     _check_values(q, k_cmp, block_indices, cu, sizes)
-    given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "window_size": window_size, "cu_seqlens": cu, "block_indices": block_indices}
+    given = {
+        "k_cmp": k_cmp,
+        "v_cmp": v_cmp,
+        "window_size": window_size,
+        "cu_seqlens": cu,
+        "block_indices": block_indices,
+    }
     named: dict[str, Any] = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa, **sizes._asdict(), **given}
     return reference.native_sparse_attention(q, k, v, scale=scale_of(q, scale), **named)
 
 
-def _check_gates(q: torch.Tensor, g_cmp: torch.Tensor | None, g_slc: torch.Tensor | None, g_swa: torch.Tensor | None, packed: bool) -> None:
+def _check_gates(
+    q: torch.Tensor, g_cmp: torch.Tensor | None, g_slc: torch.Tensor | None, g_swa: torch.Tensor | None, packed: bool
+) -> None:
     given = {name: gate for name, gate in zip(GATES, (g_cmp, g_slc, g_swa), strict=True) if gate is not None}
     if not given:
-        raise ValueError("g_cmp, g_slc and g_swa are None: give at least one gate, for a gate of None leaves its branch out")
+        raise ValueError(
+            "g_cmp, g_slc and g_swa are None: give at least one gate, for a gate of None leaves its branch out"
+        )
     for name, gate in given.items():
         checks.check_beside(gate, name, q, q.shape[:-1], "[N, Hq]" if packed else "[B, T, Hq]")
 
@@ -154,7 +178,9 @@ def _check_learned(
     cu_seqlens: torch.Tensor | None,
     sizes: Sizes,
 ) -> None:
-    """Compressed keys and values that a module made: both or neither, of k's and v's heads and channels, one for each window."""
+    """Compressed keys and values that a module made: both or neither, of k's and v's heads and channels, one for each
+    window.
+    """
     if k_cmp is None and v_cmp is None:
         return
     if k_cmp is None or v_cmp is None:
@@ -172,7 +198,11 @@ def _check_learned(
 
 
 def _check_values(
-    q: torch.Tensor, k_cmp: torch.Tensor | None, block_indices: torch.Tensor | None, cu_seqlens: torch.Tensor | None, sizes: Sizes
+    q: torch.Tensor,
+    k_cmp: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    sizes: Sizes,
 ) -> None:
     arguments.check_offset_values(q, cu_seqlens)
     if k_cmp is not None:
@@ -266,14 +296,23 @@ def _fake_forward(
         return torch.empty(shape if there else (0,), dtype=dtype, device=q.device)
 
     tokens, heads = q.shape[-3], k.shape[-2]
-    rows = window_count(tokens, sizes.compress_size, sizes.compress_stride) if cu is None else tokens // sizes.compress_stride
+    rows = (
+        window_count(tokens, sizes.compress_size, sizes.compress_stride)
+        if cu is None
+        else tokens // sizes.compress_stride
+    )
     output, lse = (*q.shape[:-1], v.shape[-1]), (*q.shape[:-3], q.shape[-2], tokens)
-    means = (empty((*q.shape[:-3], rows, heads, x.shape[-1]), there=g_cmp is not None and k_cmp is None) for x in (k, v))
+    means = (
+        empty((*q.shape[:-3], rows, heads, x.shape[-1]), there=g_cmp is not None and k_cmp is None) for x in (k, v)
+    )
     chosen = empty((*q.shape[:-2], heads, sizes.block_count), torch.int32, g_slc is not None and indices is None)
     each = [
         x
         for gate in (g_cmp, g_slc, g_swa)
-        for x in (empty(output, there=gate is not None), empty(lse, q.dtype if gate is None else torch.float32, gate is not None))
+        for x in (
+            empty(output, there=gate is not None),
+            empty(lse, q.dtype if gate is None else torch.float32, gate is not None),
+        )
     ]
     return empty(output), chosen, *means, *each
 
@@ -321,13 +360,14 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, *_others: Any) -> tuple[to
 
 _QKV = "Tensor q, Tensor k, Tensor v, Tensor? g_cmp, Tensor? g_slc, Tensor? g_swa"
 _NUMBERS = (
-    "SymInt compress_size, SymInt compress_stride, SymInt block_size, SymInt block_count, SymInt init_blocks, SymInt local_blocks,"
-    " SymInt window_size, float scale, str backend"
+    "SymInt compress_size, SymInt compress_stride, SymInt block_size, SymInt block_count, SymInt init_blocks, SymInt"
+    " local_blocks, SymInt window_size, float scale, str backend"
 )
 _EACH = "Tensor o_cmp, Tensor lse_cmp, Tensor o_slc, Tensor lse_slc, Tensor o_swa, Tensor lse_swa"
 nsa_backward = register(
-    f"nsa_backward(Tensor do, {_QKV}, Tensor k_cmp, Tensor v_cmp, Tensor indices, {_EACH}, Tensor? cu, bool learned, {_NUMBERS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg_cmp, Tensor dg_slc, Tensor dg_swa, Tensor dk_cmp, Tensor dv_cmp)",
+    f"nsa_backward(Tensor do, {_QKV}, Tensor k_cmp, Tensor v_cmp, Tensor indices, {_EACH}, Tensor? cu, bool learned,"
+    f" {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg_cmp, Tensor dg_slc, Tensor dg_swa, Tensor dk_cmp,"
+    " Tensor dv_cmp)",
     _run_backward,
     _fake_backward,
     plan=_plan_backward,

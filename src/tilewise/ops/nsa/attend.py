@@ -33,42 +33,58 @@ def native_sparse_attend(
     *,
     backend: str | None = None,
 ) -> torch.Tensor | Pair | tuple[Pair, Pair]:
-    """Attention of each query to its own block up to itself, and to the selected blocks whole, each as often as it is named.
+    """Attention of each query to its own block up to itself, and to the selected blocks whole, each as often as it is
+    named.
 
     Args:
-        fq: queries `[B, Hq, T, D]`. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous, every other stride is free.
+        fq: queries `[B, Hq, T, D]`. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous, every other
+            stride is free.
         fk: keys `[B, Hk, T, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
         fv: values `[B, Hk, T, Dv]`; Dv may differ from D.
         block_size: tokens in a block; `triton` takes up to 128.
-        selected_block_indices: int32 or int64 `[B, Hk, T, S]`, or `[B, Hq, T, S]` for each query head its own. A block takes part whole, also
-            where it lies after the query; -1 is skipped; keys past T do not exist.
+        selected_block_indices: int32 or int64 `[B, Hk, T, S]`, or `[B, Hq, T, S]` for each query head its own. A block
+            takes part whole, also where it lies after the query; -1 is skipped; keys past T do not exist.
         fmask: bool, of the indices' shape; where it is False the index is not read.
-        sel_scale: of the indices' shape, in fq's dtype or fp32: the scores of a selected block are multiplied by it. Differentiable.
+        sel_scale: of the indices' shape, in fq's dtype or fp32: the scores of a selected block are multiplied by it.
+            Differentiable.
         include_block_causal: whether the query's own block, up to the query, takes part besides.
         return_lse: also return the LSE.
         block_dk_dv_use_dot: accepted, and changes nothing.
-        return_sliding_window_out: also return causal attention to the keys from `t - block_size` to t, block_size + 1 of them.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        return_sliding_window_out: also return causal attention to the keys from `t - block_size` to t, block_size + 1
+            of them.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
-        The output `[B, Hq, T, Dv]` in fq's dtype; with return_lse `(o, lse)`, the LSE fp32 `[B, Hq, T]` and differentiable; with
-        return_sliding_window_out `(o, o_win)`; with both `((o, o_win), (lse, lse_win))`. The scale is `D ** -0.5`. A query that sees no key gives 0
-        and -inf, and gradients of 0.
+        The output `[B, Hq, T, Dv]` in fq's dtype; with return_lse `(o, lse)`, the LSE fp32 `[B, Hq, T]` and
+        differentiable; with return_sliding_window_out `(o, o_win)`; with both `((o, o_win), (lse, lse_win))`. The scale
+        is `D ** -0.5`. A query that sees no key gives 0 and -inf, and gradients of 0.
 
-    Values of indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values of indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     backend = _check(fq, fk, fv, block_size, selected_block_indices, fmask, sel_scale, backend)
     near: Pair | None = None
     if backend == "reference":
         _check_values(selected_block_indices, fmask, block_size, tokens_axis=2)
         o, lse, near = _by_reference(
-            fq, fk, fv, block_size, selected_block_indices, fmask, sel_scale, include_block_causal, return_sliding_window_out
+            fq,
+            fk,
+            fv,
+            block_size,
+            selected_block_indices,
+            fmask,
+            sel_scale,
+            include_block_causal,
+            return_sliding_window_out,
         )
     else:
         q, k, v, indices, mask = (x.transpose(1, 2) for x in (fq, fk, fv, selected_block_indices, fmask))
         factor = None if sel_scale is None else sel_scale.transpose(1, 2)
         scale = fq.shape[-1] ** -0.5
-        o, lse, _ = attend_forward.call_checked((q, k, v, indices, mask, factor), (include_block_causal, block_size, scale, backend))
+        o, lse, _ = attend_forward.call_checked(
+            (q, k, v, indices, mask, factor), (include_block_causal, block_size, scale, backend)
+        )
         o = o.transpose(1, 2)
         if return_sliding_window_out:
             numbers = None, None, True, block_size, 0, scale, 0.0, True, backend
@@ -115,7 +131,11 @@ def _check(
     arguments.check_lengths(tensors, axis=2)
     backend = arguments.check_backend(backend, fq, "fq", block_size)
     # Heads and blocks are free, the one within limits: the rest of the shape is expected.
-    heads, slots = (indices.shape[1], indices.shape[3]) if isinstance(indices, torch.Tensor) and indices.dim() == 4 else (fk.shape[1], 0)
+    heads, slots = (
+        (indices.shape[1], indices.shape[3])
+        if isinstance(indices, torch.Tensor) and indices.dim() == 4
+        else (fk.shape[1], 0)
+    )
     heads = heads if heads == fq.shape[1] else fk.shape[1]
     shape = (fq.shape[0], heads, fq.shape[2], slots)
     checks.check_indices_tensor(indices, "selected_block_indices", fq.device, shape, "[B, Hk or Hq, T, S]", "fq")
@@ -210,7 +230,9 @@ def _plan_backward(
     return dq, dk, dv, nothing(q) if dsel is None else dsel
 
 
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
     return *fake_outputs(q, k, v), torch.empty(indices.shape, dtype=torch.int32, device=q.device)
 
 
@@ -226,7 +248,9 @@ def _fake_backward(
 ) -> tuple[torch.Tensor, ...]:
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     of_scale = q if sel_scale is None else sel_scale
-    return *gradients, torch.empty((0,) if sel_scale is None else sel_scale.shape, dtype=of_scale.dtype, device=q.device)
+    return *gradients, torch.empty(
+        (0,) if sel_scale is None else sel_scale.shape, dtype=of_scale.dtype, device=q.device
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -237,7 +261,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.save_for_backward(q, k, v, read, sel_scale, o, lse)
 
 
-def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any
+) -> tuple[torch.Tensor | None, ...]:
     q, k, v, read, sel_scale, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     dq, dk, dv, dsel = attend_backward.call_checked((do, dlse, q, k, v, read, sel_scale, o, lse), ctx.options)
@@ -246,8 +272,8 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None,
 
 _OPTIONS = "bool own, SymInt block_size, float scale, str backend"
 attend_backward = register(
-    "nsa_attend_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? sel_scale, Tensor o, Tensor lse,"
-    f" {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsel_scale)",
+    "nsa_attend_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? sel_scale,"
+    f" Tensor o, Tensor lse, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsel_scale)",
     _run_backward,
     _fake_backward,
     plan=_plan_backward,

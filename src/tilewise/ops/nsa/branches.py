@@ -38,7 +38,9 @@ class Options(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output, and what the backward needs: the blocks chosen here, the means made here, and each branch's output and LSE."""
+    """The output, and what the backward needs: the blocks chosen here, the means made here, and each branch's output
+    and LSE.
+    """
 
     o: torch.Tensor
     indices: torch.Tensor
@@ -53,7 +55,9 @@ class Results(NamedTuple):
 
 
 def nothing(q: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What stands for a tensor that is not there; a new one each time, for an operator's outputs must not be one another."""
+    """What stands for a tensor that is not there; a new one each time, for an operator's outputs must not be one
+    another.
+    """
     return q.new_empty((0,), dtype=dtype or q.dtype)
 
 
@@ -62,7 +66,9 @@ def without_autocast(backend: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False) if backend == "cpu" else contextlib.nullcontext()
 
 
-def fake_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE without data."""
     o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     return o, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
@@ -74,7 +80,13 @@ def fake_gradients(do: torch.Tensor, dlse: torch.Tensor | None, *tensors: Any) -
 
 
 def window_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, window_size: int, scale: float, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu: torch.Tensor | None,
+    window_size: int,
+    scale: float,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over the last window_size keys, the query's own included."""
     if backend == "cpu":
@@ -96,8 +108,12 @@ def window_backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv of `window_forward`."""
     if backend == "cpu":
-        return flash_cpu.backward(q, k, v, o, lse, do, None, cu, cu, flash_cpu.Options(True, (window_size - 1, 0), scale, 0.0))
-    return flash_launch.plan_backward(flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0), o, lse, do, None)
+        return flash_cpu.backward(
+            q, k, v, o, lse, do, None, cu, cu, flash_cpu.Options(True, (window_size - 1, 0), scale, 0.0)
+        )
+    return flash_launch.plan_backward(
+        flash_launch.make_inputs(q, k, v, cu, cu, True, window_size - 1, 0, scale, 0.0), o, lse, do, None
+    )
 
 
 def forward(
@@ -127,7 +143,9 @@ def forward(
         else:
             windows = given_windows(cu, k_cmp.shape[-3], *compression)
         # Where only the choice needs scores, their LSE is enough: the keys stand in for the values.
-        o_cmp, lse_cmp = kernels.compressed_forward(q, k_cmp, k_cmp if g_cmp is None else v_cmp, cu, windows, *compression, scale)
+        o_cmp, lse_cmp = kernels.compressed_forward(
+            q, k_cmp, k_cmp if g_cmp is None else v_cmp, cu, windows, *compression, scale
+        )
         if choosing:
             indices = chosen = kernels.choose(q, k_cmp, lse_cmp, cu, windows, sizes, scale)
         if g_cmp is None:
@@ -149,7 +167,9 @@ def _add(total: list[torch.Tensor | None], more: tuple[torch.Tensor, ...]) -> No
 
 
 class Saved(NamedTuple):
-    """What the backward has beside the output's gradient. k_cmp and v_cmp are the given ones, or the means where `learned` is False."""
+    """What the backward has beside the output's gradient. k_cmp and v_cmp are the given ones, or the means where
+    `learned` is False.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -173,13 +193,17 @@ def _selected(saved: Saved, gate: torch.Tensor, do: torch.Tensor, options: Optio
     q, k, v = saved.q, saved.k, saved.v
     do, dgate = kernels.combine_backward(do, saved.o_slc, gate)
     sizes, scale = options.sizes, options.scale
-    return kernels.selected_backward(q, k, v, saved.indices, saved.o_slc, saved.lse_slc, do, None, saved.cu, sizes.block_size, scale), dgate
+    return kernels.selected_backward(
+        q, k, v, saved.indices, saved.o_slc, saved.lse_slc, do, None, saved.cu, sizes.block_size, scale
+    ), dgate
 
 
 def _window(saved: Saved, gate: torch.Tensor, do: torch.Tensor, options: Options) -> tuple[Gradients, torch.Tensor]:
     do, dgate = KERNELS[options.backend].combine_backward(do, saved.o_swa, gate)
     _, window_size, scale, backend = options
-    dq, dk, dv = window_backward(saved.q, saved.k, saved.v, saved.o_swa, saved.lse_swa, do, saved.cu, window_size, scale, backend)
+    dq, dk, dv = window_backward(
+        saved.q, saved.k, saved.v, saved.o_swa, saved.lse_swa, do, saved.cu, window_size, scale, backend
+    )
     return (dq, dk, dv), dgate
 
 
@@ -188,15 +212,23 @@ def _compressed(saved: Saved, gate: torch.Tensor, do: torch.Tensor, options: Opt
     kernels, compression, cu, tokens = KERNELS[options.backend], options.compression, saved.cu, saved.k.shape[-3]
     do, dgate = kernels.combine_backward(do, saved.o_cmp, gate)
     k_cmp, v_cmp = saved.k_cmp, saved.v_cmp
-    windows = given_windows(cu, k_cmp.shape[-3], *compression) if saved.learned else kernels.mean_windows(cu, tokens, compression[1])
-    dq, dk, dv = kernels.compressed_backward(saved.q, k_cmp, v_cmp, saved.o_cmp, saved.lse_cmp, do, None, cu, windows, *compression, options.scale)
+    windows = (
+        given_windows(cu, k_cmp.shape[-3], *compression)
+        if saved.learned
+        else kernels.mean_windows(cu, tokens, compression[1])
+    )
+    dq, dk, dv = kernels.compressed_backward(
+        saved.q, k_cmp, v_cmp, saved.o_cmp, saved.lse_cmp, do, None, cu, windows, *compression, options.scale
+    )
     if not saved.learned:
         dk, dv = (kernels.compress_backward(x, tokens, cu, windows, *compression) for x in (dk, dv))
     return (dq, dk, dv), dgate
 
 
 def backward(do: torch.Tensor, saved: Saved, options: Options) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, the gates' gradients, and dk_cmp and dv_cmp where they are learned: empty where there is nothing to differentiate."""
+    """dq, dk, dv, the gates' gradients, and dk_cmp and dv_cmp where they are learned: empty where there is nothing to
+    differentiate.
+    """
     dg_cmp, dg_slc, dg_swa, dk_cmp, dv_cmp = (nothing(saved.q) for _ in range(5))
     g_cmp, g_slc, g_swa = saved.gates
     total: list[torch.Tensor | None] = [None, None, None]
@@ -214,5 +246,7 @@ def backward(do: torch.Tensor, saved: Saved, options: Options) -> tuple[torch.Te
             _, dk_cmp, dv_cmp = part
         _add(total, part[:1] if saved.learned else part)
     qkv = (saved.q, saved.k, saved.v)
-    dq, dk, dv = (x.new_zeros(x.shape) if gradient is None else gradient for x, gradient in zip(qkv, total, strict=True))
+    dq, dk, dv = (
+        x.new_zeros(x.shape) if gradient is None else gradient for x, gradient in zip(qkv, total, strict=True)
+    )
     return dq, dk, dv, dg_cmp, dg_slc, dg_swa, dk_cmp, dv_cmp

@@ -3,7 +3,15 @@
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, power_of_2, row_strides, why_pointers
+from tilewise.ops._host.launching import (
+    Launch,
+    descriptor,
+    fits_descriptor,
+    padded_channels,
+    power_of_2,
+    row_strides,
+    why_pointers,
+)
 from tilewise.ops._host.packing import batch_size, pieces, tile_slots
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
@@ -19,9 +27,17 @@ LEAST_BLOCKS, MOST_BLOCKS = 64, 2048
 
 
 def choose(
-    q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, sizes: Sizes, scale: float
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    cu: torch.Tensor | None,
+    windows: torch.Tensor | None,
+    sizes: Sizes,
+    scale: float,
 ) -> torch.Tensor:
-    """The blocks of every token and key head, int32 [..., T, Hk, block_count], from the queries, the windows and the LSE over them."""
+    """The blocks of every token and key head, int32 [..., T, Hk, block_count], from the queries, the windows and the
+    LSE over them.
+    """
     tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
     indices = q.new_empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32)
     if indices.numel() == 0:
@@ -32,8 +48,9 @@ def choose(
     most_bytes = configs.WINDOW_TILE_BYTES[family(architecture(q.device))]
     if windows_p > config.block_n and windows_p * padded_channels(q.shape[-1]) * q.element_size() > most_bytes:
         raise ValueError(
-            f"block_size is {sizes.block_size} and compress_stride is {sizes.compress_stride}: the {in_block} windows of a block, of {q.shape[-1]} "
-            f"channels in {q.dtype}, fit no tile; take a wider stride or a smaller block, or backend='reference'"
+            f"block_size is {sizes.block_size} and compress_stride is {sizes.compress_stride}: the {in_block} windows"
+            f" of a block, of {q.shape[-1]} channels in {q.dtype}, fit no tile; take a wider stride or a smaller block,"
+            " or backend='reference'"
         )
     planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
     # The longest sequence of a packed batch has at most all tokens.
@@ -96,6 +113,10 @@ def choose(
         emit(
             q,
             Launch(nsa_choose_scores_kernel, count * heads_k, chunk | scores | {"n_tiles": count}),
-            Launch(nsa_choose_best_kernel, count * config.block_m // rows * heads_k, chunk | best | {"n_rows": count * config.block_m}),
+            Launch(
+                nsa_choose_best_kernel,
+                count * config.block_m // rows * heads_k,
+                chunk | best | {"n_rows": count * config.block_m},
+            ),
         )
     return indices

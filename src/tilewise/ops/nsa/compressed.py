@@ -1,7 +1,8 @@
-"""Attention to the compressed windows, with flash's kernels: window c is a key that stands at its last token, `c * stride + size - 1`.
+"""Attention to the compressed windows, with flash's kernels: window c is a key that stands at its last token,
+`c * stride + size - 1`.
 
-Plain tensors in and out; no autograd. Packed, sequence b's windows are the rows `windows[b] .. windows[b + 1]`; rows behind its last whole window
-hold zeros, and no query of the sequence stands far enough to see them.
+Plain tensors in and out; no autograd. Packed, sequence b's windows are the rows `windows[b] .. windows[b + 1]`; rows
+behind its last whole window hold zeros, and no query of the sequence stands far enough to see them.
 """
 
 import torch

@@ -1,4 +1,5 @@
-"""Tile shapes of the NSA kernels, as data, and the pure functions that pick them; the rule that chooses between loop orders.
+"""Tile shapes of the NSA kernels, as data, and the pure functions that pick them; the rule that chooses between loop
+orders.
 
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
 """
@@ -18,20 +19,29 @@ SCORE_BYTES = 512 << 20
 # Entries that a tile of tokens sorts: for the lists, and at most for a union.
 LIST_ENTRIES = 256
 UNION_ENTRIES = 512
-# Long lists are split for balance: rows of queries that one program in key order takes, and the least and the most entries that may come to.
+# Long lists are split for balance: rows of queries that one program in key order takes, and the least and the most
+# entries that may come to.
 SEGMENT_ROWS = {"forward": 4096, "backward": 6144, "dkdv": 16384}
 SEGMENT_ENTRIES = {"forward": (256, 1024), "backward": (256, 1024), "dkdv": (256, 2048)}
-# Bytes of one tile of keys, by family, in 16 bits (half in fp32, whose products hold more tiles): a longer block of keys is cut into parts that fit.
+# Bytes of one tile of keys, by family, in 16 bits (half in fp32, whose products hold more tiles): a longer block of
+# keys is cut into parts that fit.
 KEY_TILE_BYTES: dict[Family, int] = {"hopper": 32 << 10, "blackwell": 32 << 10, "medium": 32 << 10, "small": 16 << 10}
 
 # Bytes that the windows of one block may take where they are more than a tile of the table.
-WINDOW_TILE_BYTES: dict[Family, int] = {"hopper": 64 << 10, "blackwell": 64 << 10, "medium": 64 << 10, "small": 32 << 10}
+WINDOW_TILE_BYTES: dict[Family, int] = {
+    "hopper": 64 << 10,
+    "blackwell": 64 << 10,
+    "medium": 64 << 10,
+    "small": 32 << 10,
+}
 
 
 class Config(NamedTuple):
-    """Rows a tile (for scores: tokens), warps, stages, tensor descriptors, registers a thread may take, and keys a tile (scores only).
+    """Rows a tile (for scores: tokens), warps, stages, tensor descriptors, registers a thread may take, and keys a tile
+    (scores only).
 
-    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room for.
+    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room
+    for.
     """
 
     block_m: int
@@ -61,19 +71,25 @@ TABLE: dict[tuple[int, Kernel], tuple[Config, Config]] = {
 
 @cached
 def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> Config:
-    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an H100)."""
+    """The tiles for tensors of at most `width` channels on an architecture (compute capability as one number, 90 for an
+    H100).
+    """
     config = TABLE[element_size, kernel][0 if width <= WIDTHS[0] else 1]
     group = family(architecture)
     if group in ("hopper", "blackwell"):
         return config
     if group == "small" and kernel == "lists_bwd" and width > WIDTHS[0]:
-        return config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
+        return (
+            config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
+        )
     # Older cards have no tensor descriptors, and hold fewer stages.
     return config._replace(tma=False, registers=None, num_stages=min(config.num_stages, 2))
 
 
 def segment_entries(work: Literal["forward", "backward", "dkdv"], group: int) -> int:
-    """Entries of one list that one program takes, in the forward, the backward, and the backward that leaves dQ to the query order."""
+    """Entries of one list that one program takes, in the forward, the backward, and the backward that leaves dQ to the
+    query order.
+    """
     least, most = SEGMENT_ENTRIES[work]
     return min(max(SEGMENT_ROWS[work] // group, least), most)
 
@@ -85,7 +101,9 @@ def rows_a_token(width: int, element_size: int, architecture: int) -> int:
 
 
 def parts_of_block(block_size: int, width: int, element_size: int, architecture: int) -> int:
-    """Into how many parts a block of keys is cut so that a tile of it fits; 0 where no part of at least 16 keys does."""
+    """Into how many parts a block of keys is cut so that a tile of it fits; 0 where no part of at least
+    16 keys does.
+    """
     limit = KEY_TILE_BYTES[family(architecture)] * 2 // element_size
     for parts in range(1, block_size + 1):
         if block_size % parts == 0:
@@ -98,10 +116,12 @@ def parts_of_block(block_size: int, width: int, element_size: int, architecture:
 
 
 def in_query_order(direction: Literal["fwd", "dq"], union: Any, tiles: int, slots: int, group: int) -> Any:
-    """Whether the query order is the faster one: `union` blocks in `tiles` unions of tokens that name `slots` blocks each. Numbers or tensors.
+    """Whether the query order is the faster one: `union` blocks in `tiles` unions of tokens that name `slots` blocks
+    each. Numbers or tensors.
 
-    With a union of U blocks on average: below 3 · slots (groups of 8 heads or more) or 3.8 · slots, and for dQ, where the key order has the scores
-    already, below 2 · slots. With both patterns of benchmarks/nsa.py that is the faster order on an H200; the limits between them were not searched.
+    With a union of U blocks on average: below 3 · slots (groups of 8 heads or more) or 3.8 · slots, and for dQ, where
+    the key order has the scores already, below 2 · slots. With both patterns of benchmarks/nsa.py that is the faster
+    order on an H200; the limits between them were not searched.
     """
     factor = 2.0 if direction == "dq" else 3.0 if group >= 8 else 3.8
     return union < factor * slots * tiles

@@ -1,4 +1,7 @@
-"""Native sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole. The same functions as in `launch`."""
+"""Native sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole.
+
+The same functions as in `launch`.
+"""
 
 import torch
 
@@ -10,8 +13,12 @@ from tilewise.ops.nsa.sizes import Sizes, window_count
 from tilewise.ops.nsa.sizes import mean_windows as mean_windows
 
 
-def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
-    """The windows' means in x's dtype: [B, T, H, D] -> [B, C, H, D]; packed [N, H, D] -> [N // stride, H, D], 0 where there is no window."""
+def compress(
+    x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
+) -> torch.Tensor:
+    """The windows' means in x's dtype: [B, T, H, D] -> [B, C, H, D]; packed [N, H, D] -> [N // stride, H, D], 0 where
+    there is no window.
+    """
     tokens = x.shape[-3]
     rows = window_count(tokens, size, stride) if cu is None else tokens // stride
     means = torch.zeros(*x.shape[:-3], rows, *x.shape[-2:], dtype=x.dtype, device="cpu")
@@ -28,13 +35,17 @@ def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | N
 def compress_backward(
     dx_cmp: torch.Tensor, tokens: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
 ) -> torch.Tensor:
-    """The gradient of what `compress` read, [B, tokens, H, D] or [tokens, H, D], in dx_cmp's dtype: each token's windows, summed in order."""
+    """The gradient of what `compress` read, [B, tokens, H, D] or [tokens, H, D], in dx_cmp's dtype: each token's
+    windows, summed in order.
+    """
     dx = torch.zeros(*dx_cmp.shape[:-3], tokens, *dx_cmp.shape[-2:], dtype=dx_cmp.dtype, device="cpu")
     for at, _, room in tiles.sequences(dx.shape[0], cu, windows):
         one = dx[at]
         count = window_count(one.shape[0], size, stride)
         if count > 0:
-            each = torch.nn.functional.pad(dx_cmp[room][:count].float() / size, (0, 0, 0, 0, size // stride - 1, size // stride - 1))
+            each = torch.nn.functional.pad(
+                dx_cmp[room][:count].float() / size, (0, 0, 0, 0, size // stride - 1, size // stride - 1)
+            )
             by_stride = each.unfold(0, size // stride, 1).sum(-1)
             one[: by_stride.shape[0] * stride] = by_stride.repeat_interleave(stride, dim=0).to(dx.dtype)
     return dx
@@ -89,7 +100,9 @@ def compressed_backward(
     stride: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous; what belongs to a window is summed over chunks in fp32, in order."""
+    """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous; what belongs to a window is summed over chunks in
+    fp32, in order.
+    """
     dq = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device="cpu") for x in (k_cmp, v_cmp))
     heads, group = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
@@ -98,10 +111,14 @@ def compressed_backward(
         acc_dk, acc_dv = (torch.zeros(heads, x.shape[0], x.shape[-1], **STATE) for x in (one_k, one_v))
         for rows in tiles.chunks(one_q.shape[0]):
             seen = window_count(rows.stop, size, stride)
-            b_q, b_k, b_v, b_do = (tiles.heads_first(x, heads) for x in (one_q[rows], one_k[:seen], one_v[:seen], one_do[rows]))
+            b_q, b_k, b_v, b_do = (
+                tiles.heads_first(x, heads) for x in (one_q[rows], one_k[:seen], one_v[:seen], one_do[rows])
+            )
             row_delta = tiles.delta(o[at], one_do, None if dlse is None else dlse[by_head], rows)
             b_lse, row_delta = (x.reshape(heads, -1) for x in (one_lse[:, rows], row_delta))
-            b_dq, b_dk, b_dv = tiles.attend_backward(b_q, b_k, b_v, b_do, b_lse, row_delta, _ended(rows, seen, size, stride, group), scale)
+            b_dq, b_dk, b_dv = tiles.attend_backward(
+                b_q, b_k, b_v, b_do, b_lse, row_delta, _ended(rows, seen, size, stride, group), scale
+            )
             acc_dk[:, :seen] += b_dk
             acc_dv[:, :seen] += b_dv
             dq[at][rows] = tiles.tokens_first(b_dq, rows.stop - rows.start).to(dq.dtype)
@@ -111,13 +128,20 @@ def compressed_backward(
 
 
 def _block_scores(p: torch.Tensor, rows: slice, sizes: Sizes) -> torch.Tensor:
-    """[Hk, rows, windows] -> [Hk, rows, blocks up to the last query's]; +inf where a block is forced, -inf where it comes later than the query."""
+    """[Hk, rows, windows] -> [Hk, rows, blocks up to the last query's]; +inf where a block is forced, -inf where it
+    comes later than the query.
+    """
     size, stride, block_size, _, init_blocks, local_blocks = sizes
     blocks = (rows.stop - 1) // block_size + 1
-    # What a window and a block share is whole strides: each stride takes the sum over the windows that hold it, a block that over its strides.
+    # What a window and a block share is whole strides: each stride takes the sum over the windows that hold it, a block
+    # that over its strides.
     around = size // stride - 1
     by_stride = torch.nn.functional.pad(p, (around, around)).unfold(-1, size // stride, 1).sum(-1) if p.shape[-1] else p
-    scores = torch.nn.functional.pad(by_stride, (0, blocks * (block_size // stride) - by_stride.shape[-1])).unflatten(-1, (blocks, -1)).sum(-1)
+    scores = (
+        torch.nn.functional.pad(by_stride, (0, blocks * (block_size // stride) - by_stride.shape[-1]))
+        .unflatten(-1, (blocks, -1))
+        .sum(-1)
+    )
     # Infinities mark, so a row that is NaN must be finite: a forced block stays the best and a later one the worst.
     scores = scores.masked_fill(scores.isnan().any(-1, keepdim=True), torch.finfo(torch.float32).min)
     block, current = torch.arange(blocks, device="cpu"), tiles.positions(rows) // block_size
@@ -134,7 +158,9 @@ def choose(
     sizes: Sizes,
     scale: float,
 ) -> torch.Tensor:
-    """The best blocks of each query and key head, int32 [.., T, Hk, block_count]: ascending, -1 at the end; ties go to the lower index."""
+    """The best blocks of each query and key head, int32 [.., T, Hk, block_count]: ascending, -1 at the end; ties go to
+    the lower index.
+    """
     size, stride, count = sizes.compress_size, sizes.compress_stride, sizes.block_count
     heads, group = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
     chosen = torch.full((*q.shape[:-2], heads, count), -1, dtype=torch.int32, device="cpu")
@@ -145,16 +171,24 @@ def choose(
             b_q, b_k = tiles.heads_first(one_q[rows], heads), tiles.heads_first(one_k[:seen], heads)
             scores = (b_q @ b_k.mT * scale).masked_fill(~_ended(rows, seen, size, stride, group), -torch.inf)
             p = tiles.probabilities(scores, one_lse[:, rows].reshape(heads, -1))
-            best, order = _block_scores(p.unflatten(1, (group, -1)).sum(1), rows, sizes).sort(dim=-1, descending=True, stable=True)
+            best, order = _block_scores(p.unflatten(1, (group, -1)).sum(1), rows, sizes).sort(
+                dim=-1, descending=True, stable=True
+            )
             # What may not be chosen is numbered past the last block, so that it ends up behind what is.
             blocks = order.shape[-1]
             taken = order.masked_fill(best == -torch.inf, blocks)[..., :count].sort(dim=-1).values
-            one_chosen[rows, :, : taken.shape[-1]] = taken.masked_fill(taken == blocks, -1).transpose(0, 1).to(torch.int32)
+            one_chosen[rows, :, : taken.shape[-1]] = (
+                taken.masked_fill(taken == blocks, -1).transpose(0, 1).to(torch.int32)
+            )
     return chosen
 
 
-def _chosen_keys(chosen: torch.Tensor, rows: slice, tokens: int, block_size: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys [n] that a chunk's queries reach together, of their blocks [rows, S], and which query keeps which, [group · rows, n]."""
+def _chosen_keys(
+    chosen: torch.Tensor, rows: slice, tokens: int, block_size: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys [n] that a chunk's queries reach together, of their blocks [rows, S], and which query keeps which,
+    [group · rows, n].
+    """
     last = (rows.stop - 1) // block_size
     chosen = chosen.long()
     blocks = chosen[(chosen >= 0) & (chosen <= last)].unique()
@@ -166,7 +200,13 @@ def _chosen_keys(chosen: torch.Tensor, rows: slice, tokens: int, block_size: int
 
 
 def selected_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over the keys of the selected blocks, each key once: output in q's dtype, and LSE."""
     o, lse = _empty_outputs(q, v)
@@ -214,7 +254,9 @@ def selected_backward(
                 # No key comes twice.
                 acc_dk[h].index_add_(0, keys, b_dk)
                 acc_dv[h].index_add_(0, keys, b_dv)
-                dq[at][rows, h * group : (h + 1) * group] = tiles.tokens_first(b_dq[None], rows.stop - rows.start).to(dq.dtype)
+                dq[at][rows, h * group : (h + 1) * group] = tiles.tokens_first(b_dq[None], rows.stop - rows.start).to(
+                    dq.dtype
+                )
         dk[at] = acc_dk.transpose(0, 1).to(dk.dtype)
         dv[at] = acc_dv.transpose(0, 1).to(dv.dtype)
     return dq, dk, dv

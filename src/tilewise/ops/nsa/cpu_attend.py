@@ -1,7 +1,8 @@
-"""native_sparse_attend on the CPU, a chunk of queries at a time: whole blocks, each as often as it is named, each with a factor of its own.
+"""native_sparse_attend on the CPU, a chunk of queries at a time: whole blocks, each as often as it is named, each with
+a factor of its own.
 
-The blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a block]; every naming then takes its block out of that grid
-(`take`), and what belongs to namings is summed back into it (`give_back`).
+The blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a block]; every naming then takes its
+block out of that grid (`take`), and what belongs to namings is summed back into it (`give_back`).
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from tilewise.ops.nsa.cpu_tiles import STATE
 
 @dataclass(frozen=True)
 class _Namings:
-    """What one chunk's queries name: keys [blocks · block_size] of the blocks together, and for each naming (the own block too) its block's place
-    [rows, S], the keys that take part [rows, S, block_size] and the factor of its scores [rows, S].
+    """What one chunk's queries name: keys [blocks · block_size] of the blocks together, and for each naming (the own
+    block too) its block's place [rows, S], the keys that take part [rows, S, block_size] and the factor of its scores
+    [rows, S].
     """
 
     keys: torch.Tensor
@@ -43,7 +45,9 @@ class _Namings:
         return self.give_back(self.keep.float()[None]).repeat(group, 1) > 0
 
 
-def _namings(chosen: torch.Tensor, factor: torch.Tensor | None, own: bool, rows: slice, tokens: int, block_size: int) -> _Namings:
+def _namings(
+    chosen: torch.Tensor, factor: torch.Tensor | None, own: bool, rows: slice, tokens: int, block_size: int
+) -> _Namings:
     """From a chunk's indices [rows, S], -1 where there is no block, and their factors."""
     query, inside = tiles.positions(rows), torch.arange(block_size, device="cpu")
     chosen = chosen.long()
@@ -65,7 +69,9 @@ def _namings(chosen: torch.Tensor, factor: torch.Tensor | None, own: bool, rows:
 def _chunks(
     q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor, sel_scale: torch.Tensor | None, own: bool, block_size: int
 ) -> Iterator[tuple[int, slice, slice, int, int, _Namings]]:
-    """Each batch entry, chunk of queries, the query heads that share indices, their key head, their place among the indices, what they name."""
+    """Each batch entry, chunk of queries, the query heads that share indices, their key head, their place among the
+    indices, what they name.
+    """
     tokens, index_heads = q.shape[1], indices.shape[2]
     group, repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
     for b in range(q.shape[0]):
@@ -130,12 +136,19 @@ def attend_backward(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv and sel_scale's gradient, each in its input's dtype and contiguous; sums over chunks in fp32, in order."""
+    """dq, dk, dv and sel_scale's gradient, each in its input's dtype and contiguous; sums over chunks in fp32, in
+    order.
+    """
     dq = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
     acc_dk, acc_dv = (torch.zeros(x.shape, **STATE) for x in (k, v))
     dsel = None if sel_scale is None else torch.zeros(sel_scale.shape, dtype=sel_scale.dtype, device="cpu")
     for b, rows, heads, h, i, namings in _chunks(q, k, indices, sel_scale, own, block_size):
-        b_q, b_do, b_k, b_v = _rows(q[b, rows, heads]), _rows(do[b, rows, heads]), k[b, namings.keys, h].float(), v[b, namings.keys, h].float()
+        b_q, b_do, b_k, b_v = (
+            _rows(q[b, rows, heads]),
+            _rows(do[b, rows, heads]),
+            k[b, namings.keys, h].float(),
+            v[b, namings.keys, h].float(),
+        )
         row_delta = tiles.delta(o[b, :, heads], do[b, :, heads], None if dlse is None else dlse[b, heads], rows)
         products = namings.take(b_q @ b_k.T)
         p = tiles.probabilities(_scores(products, namings, scale), lse[b, heads, rows, None])
@@ -144,7 +157,9 @@ def attend_backward(
             by_naming = (ds * products.masked_fill(~namings.keep, 0.0)).sum((0, 3))
             dsel[b, rows, i] = by_naming[:, : dsel.shape[-1]].to(dsel.dtype)
         seen, by_key = namings.seen(ds.shape[0]), namings.give_back(ds * namings.factor[..., None])
-        dq[b, rows, heads] = tiles.tokens_first(tiles.weighted(by_key, seen, b_k)[None], rows.stop - rows.start).to(dq.dtype)
+        dq[b, rows, heads] = tiles.tokens_first(tiles.weighted(by_key, seen, b_k)[None], rows.stop - rows.start).to(
+            dq.dtype
+        )
         # Keys past the last token stand for it, and add 0.
         acc_dk[b, :, h].index_add_(0, namings.keys, tiles.weighted(by_key.T, seen.T, b_q))
         acc_dv[b, :, h].index_add_(0, namings.keys, tiles.weighted(namings.give_back(p).T, seen.T, b_do))

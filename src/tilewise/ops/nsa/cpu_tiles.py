@@ -1,7 +1,7 @@
 """What the CPU backend's branches share: sequences, chunks of their queries, and attention of one chunk to given keys.
 
-Heads lie in front and the query heads of one key head are rows like queries: q [Hk, group · rows, D] beside k [Hk, keys, D]. A value that is not
-finite reaches what sees it, and nothing else.
+Heads lie in front and the query heads of one key head are rows like queries: q [Hk, group · rows, D] beside k [Hk,
+keys, D]. A value that is not finite reaches what sees it, and nothing else.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,9 @@ STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 Place = int | slice
 
 
-def sequences(batch: int, cu: torch.Tensor | None, windows: torch.Tensor | None = None) -> Iterator[tuple[Place, Any, Place]]:
+def sequences(
+    batch: int, cu: torch.Tensor | None, windows: torch.Tensor | None = None
+) -> Iterator[tuple[Place, Any, Place]]:
     """What takes one sequence out of [.., T, H, D], out of [.., H, T], and its windows' room out of [.., C, H, D]."""
     if cu is None:
         yield from ((b, b, b) for b in range(batch))
@@ -80,7 +82,9 @@ def probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return p.masked_fill(scores == -torch.inf, 0.0)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q [.., M, D], k [.., N, D], v [.., N, Dv], keep [M, N] -> o [.., M, Dv], lse [.., M]."""
     p, lse = softmax((q @ k.mT * scale).masked_fill(~keep, -torch.inf))
     return weighted(p, keep, v), lse

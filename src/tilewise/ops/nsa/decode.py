@@ -1,7 +1,7 @@
 """Decoding with native sparse attention: the attention of new tokens over a cache of those before them.
 
-One implementation in torch's own operators serves every backend and device: a new token reads each of its keys once, so that gathers and small
-products are all there is to do.
+One implementation in torch's own operators serves every backend and device: a new token reads each of its keys once, so
+that gathers and small products are all there is to do.
 """
 
 import torch
@@ -32,10 +32,11 @@ def nsa_decode_step(
     return_indices: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Add new tokens to the cache and attend from them: what native_sparse_attention gives at their positions of the whole sequence.
+    """Add new tokens to the cache and attend from them: what native_sparse_attention gives at their positions of the
+    whole sequence.
 
-    However a sequence is split into steps, outputs and choices are the same up to rounding. In 16 bits compressed keys and values are rounded to
-    the cache's dtype, as the kernels of native_sparse_attention do.
+    However a sequence is split into steps, outputs and choices are the same up to rounding. In 16 bits compressed keys
+    and values are rounded to the cache's dtype, as the kernels of native_sparse_attention do.
 
     Args:
         q: queries `[B, n, Hq, D]` of n new tokens, n >= 0, in the cache's dtype.
@@ -43,17 +44,19 @@ def nsa_decode_step(
         cache: the tokens before; it takes up the new ones.
         g_cmp, g_slc, g_swa: gates `[B, n, Hq]` in q's dtype or fp32; None leaves a branch out, and one must be there.
         scale: any finite number, by default `D ** -0.5`.
-        counts: int `[B]`: how many of the n tokens are real in each sequence, the first ones; all by default. See NSACache.append.
+        counts: int `[B]`: how many of the n tokens are real in each sequence, the first ones; all by default. See
+            NSACache.append.
         return_indices: also return the chosen blocks.
-        backend: one implementation serves all. `reference` widens everything to fp32 (fp64 for fp64); `triton` on a GPU multiplies 16-bit keys
-            and values as they are and accumulates in fp32, as the kernels do; `cpu` and `triton` want tensors where they run.
+        backend: one implementation serves all. `reference` widens everything to fp32 (fp64 for fp64); `triton` on a GPU
+            multiplies 16-bit keys and values as they are and accumulates in fp32, as the kernels do; `cpu` and `triton`
+            want tensors where they run.
 
     Returns:
-        The output `[B, n, Hq, Dv]` in q's dtype; 0 for tokens that are not real. With return_indices also int32 `[B, n, Hk, block_count]`,
-        ascending, padded at the end with -1.
+        The output `[B, n, Hq, Dv]` in q's dtype; 0 for tokens that are not real. With return_indices also int32
+        `[B, n, Hk, block_count]`, ascending, padded at the end with -1.
 
-    Decoding passes no gradient, whatever its inputs require; train with native_sparse_attention. On a GPU the host waits for nothing, except where
-    counts come on the GPU and the cache may be full.
+    Decoding passes no gradient, whatever its inputs require; train with native_sparse_attention. On a GPU the host
+    waits for nothing, except where counts come on the GPU and the cache may be full.
     """
     gates = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa}
     backend = _check_step(q, k, cache, gates, scale, return_indices, backend)
@@ -75,7 +78,9 @@ def _attend(
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from tokens that the cache holds, those of q [B, n, Hq, D] beginning at `start` [B]; o [B, n, Hq, Dv] and the chosen blocks."""
+    """Attend from tokens that the cache holds, those of q [B, n, Hq, D] beginning at `start` [B]; o [B, n, Hq, Dv] and
+    the chosen blocks.
+    """
     batch, new, heads, _ = q.shape
     # 16-bit operands, fp32 sums; elsewhere products are in fp32, or fp64, throughout.
     narrow = backend == "triton" and q.device.type == "cuda" and cache.dtype.itemsize == 2
@@ -98,9 +103,15 @@ def _attend(
             acc += _gate(g_cmp[:, rows], acc) * _sum_windows(probabilities, cache, narrow)
         if g_slc is not None:
             blocks = _choose(probabilities.sum(3), cache, t)
-            position = (blocks[..., None] * cache.block_size + torch.arange(cache.block_size, device=q.device)).flatten(-2)
-            acc += _gate(g_slc[:, rows], acc) * _attend_keys(b_q, cache, position, position <= t[..., None, None], scale, narrow)
-            indices[:, rows, :, : blocks.shape[-1]] = blocks.masked_fill(blocks * cache.block_size > t[..., None, None], -1)
+            position = (blocks[..., None] * cache.block_size + torch.arange(cache.block_size, device=q.device)).flatten(
+                -2
+            )
+            acc += _gate(g_slc[:, rows], acc) * _attend_keys(
+                b_q, cache, position, position <= t[..., None, None], scale, narrow
+            )
+            indices[:, rows, :, : blocks.shape[-1]] = blocks.masked_fill(
+                blocks * cache.block_size > t[..., None, None], -1
+            )
         if g_swa is not None:
             position = t[..., None, None] - torch.arange(min(cache.window_size, cache.longest), device=q.device)
             acc += _gate(g_swa[:, rows], acc) * _attend_keys(b_q, cache, position, position >= 0, scale, narrow)
@@ -114,7 +125,9 @@ def _gate(gate: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     return gate.to(o.dtype).view(*o.shape[:-1], 1)
 
 
-def _window_probabilities(q: torch.Tensor, cache: NSACache, t: torch.Tensor, scale: float, narrow: bool) -> torch.Tensor:
+def _window_probabilities(
+    q: torch.Tensor, cache: NSACache, t: torch.Tensor, scale: float, narrow: bool
+) -> torch.Tensor:
     """q [B, n, Hk, group, D] at t [B, n] over the windows that have ended: [B, Hk, n, group, C]."""
     k, _ = cache.compressed()
     rows = q.transpose(1, 2)
@@ -131,13 +144,18 @@ def _sum_windows(probabilities: torch.Tensor, cache: NSACache, narrow: bool) -> 
 
 
 def _choose(probabilities: torch.Tensor, cache: NSACache, t: torch.Tensor) -> torch.Tensor:
-    """The best blocks of each kv head by [B, Hk, n, C], summed over its query heads: [B, n, Hk, S], ascending; at the end blocks after t, if any."""
+    """The best blocks of each kv head by [B, Hk, n, C], summed over its query heads: [B, n, Hk, S], ascending; at the
+    end blocks after t, if any.
+    """
     blocks = max(1, -(-cache.longest // cache.block_size))
     strides, windows = blocks * cache.block_size // cache.compress_stride, probabilities.shape[-1]
-    # A window's share in a block is counted in strides: each window is added to the strides that it covers, then each block's strides are summed.
+    # A window's share in a block is counted in strides: each window is added to the strides that it covers, then each
+    # block's strides are summed.
     covered = cache.compress_size // cache.compress_stride
     room = max(strides, windows + covered - 1)
-    by_stride = torch.stack([torch.nn.functional.pad(probabilities, (i, room - windows - i)) for i in range(covered)]).sum(0)[..., :strides]
+    by_stride = torch.stack(
+        [torch.nn.functional.pad(probabilities, (i, room - windows - i)) for i in range(covered)]
+    ).sum(0)[..., :strides]
     scores = by_stride.unflatten(-1, (blocks, -1)).sum(-1).transpose(1, 2)
     # Infinities mark, so a row that is NaN must be finite: a forced block stays the best and a later one the worst.
     scores = scores.masked_fill(scores.isnan().any(-1, keepdim=True), torch.finfo(scores.dtype).min)
@@ -148,7 +166,9 @@ def _choose(probabilities: torch.Tensor, cache: NSACache, t: torch.Tensor) -> to
     return order.masked_fill(best == -torch.inf, blocks)[..., : cache.block_count].sort(dim=-1).values
 
 
-def _attend_keys(q: torch.Tensor, cache: NSACache, position: torch.Tensor, keep: torch.Tensor, scale: float, narrow: bool) -> torch.Tensor:
+def _attend_keys(
+    q: torch.Tensor, cache: NSACache, position: torch.Tensor, keep: torch.Tensor, scale: float, narrow: bool
+) -> torch.Tensor:
     """q [B, n, Hk, group, D] over the keys at position [B, n, Hk or 1, K] where kept: [B, n, Hk, group, Dv]."""
     k, v = cache.gather(position, keep)
     scores = _product(q.flatten(0, 2), k.mT, narrow) * scale
@@ -186,21 +206,31 @@ def _check_step(
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
     if q.dim() != 4 or (q.shape[0], q.shape[3]) != (cache.batch, cache.D):
-        raise ValueError(f"q has shape {list(q.shape)}: the cache expects [{cache.batch}, n, Hq, {cache.D}], for n new tokens")
+        raise ValueError(
+            f"q has shape {list(q.shape)}: the cache expects [{cache.batch}, n, Hq, {cache.D}], for n new tokens"
+        )
     if k.dim() == 4 and k.shape[1] != q.shape[1]:
         raise ValueError(
-            f"q has {q.shape[1]} new tokens and k has {k.shape[1]}: they must be equal (got shapes {checks.shapes_of({'q': q, 'k': k})})"
+            f"q has {q.shape[1]} new tokens and k has {k.shape[1]}: they must be equal (got shapes"
+            f" {checks.shapes_of({'q': q, 'k': k})})"
         )
     if q.shape[2] == 0 or q.shape[2] % cache.kv_heads != 0:
-        raise ValueError(f"q has {q.shape[2]} heads and the cache has {cache.kv_heads}: q's heads must be a multiple of the cache's")
+        raise ValueError(
+            f"q has {q.shape[2]} heads and the cache has {cache.kv_heads}: q's heads must be a multiple of the cache's"
+        )
     if q.dtype != cache.dtype and not autocasts(cache.device):
-        raise TypeError(f"q is {q.dtype} and the cache holds {cache.dtype}: convert it, or make the cache with dtype={q.dtype}")
+        raise TypeError(
+            f"q is {q.dtype} and the cache holds {cache.dtype}: convert it, or make the cache with dtype={q.dtype}"
+        )
     if q.device != cache.device:
         raise ValueError(f"q is on {q.device} and the cache is on {cache.device}: move it there")
     if all(gate is None for gate in gates.values()):
         raise ValueError("g_cmp, g_slc and g_swa are all None: give the gates of one branch at least")
     if return_indices and gates["g_slc"] is None:
-        raise ValueError("return_indices is set and g_slc is None: without the selected branch no blocks are chosen; give g_slc, or leave it out")
+        raise ValueError(
+            "return_indices is set and g_slc is None: without the selected branch no blocks are chosen; give g_slc, or"
+            " leave it out"
+        )
     for name, gate in gates.items():
         if gate is not None:
             # Inside autocast the caller does not choose a dtype.

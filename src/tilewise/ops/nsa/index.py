@@ -1,4 +1,6 @@
-"""What tokens name, grouped by blocks of keys (lists) or by tiles of queries (unions): launches of the index kernels."""
+"""What tokens name, grouped by blocks of keys (lists) or by tiles of queries (unions): launches of the
+index kernels.
+"""
 
 from typing import NamedTuple
 
@@ -19,7 +21,8 @@ from tilewise.ops.nsa.kernels_index import (
 
 
 class Named(NamedTuple):
-    """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots for the token's own stretch.
+    """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots
+    for the token's own stretch.
 
     `once` counts a block that a token names twice once.
     """
@@ -84,13 +87,18 @@ class Chunk(NamedTuple):
 def chunks(named: Named, bytes_a_token: int) -> list[Chunk]:
     """All tiles, in runs whose results by entry (`bytes_a_token`) and counts stay within what configs allow."""
     tiles = named.tile_slots(named.tile_tokens)
-    fits = min(configs.PARTIAL_BYTES // max(1, bytes_a_token * named.tile_tokens), configs.COUNT_BYTES // max(1, 4 * named.lists))
+    fits = min(
+        configs.PARTIAL_BYTES // max(1, bytes_a_token * named.tile_tokens),
+        configs.COUNT_BYTES // max(1, 4 * named.lists),
+    )
     most = max(1, fits)
     return [Chunk(first, count) for first, count in pieces(tiles, most)]
 
 
 class Lists(NamedTuple):
-    """The entries of a chunk by block: `perm` holds them list by list; `segments` are pieces of lists, one a program."""
+    """The entries of a chunk by block: `perm` holds them list by list; `segments` are pieces of lists,
+    one a program.
+    """
 
     perm: torch.Tensor
     segments: torch.Tensor
@@ -102,7 +110,10 @@ class Lists(NamedTuple):
 
 
 def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | None, wanted: int) -> Lists:
-    """The lists of one chunk. Where `flag` is not `wanted` the kernels return at once and what is returned holds nothing."""
+    """The lists of one chunk.
+
+    Where `flag` is not `wanted` the kernels return at once and what is returned holds nothing.
+    """
     indices, geometry = named.indices, named.geometry()
     entries = chunk.tiles * named.tile_tokens * named.heads * named.slots
     slots = named.tile_slots(named.block_size)
@@ -112,12 +123,19 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
 
     most_segments = min(named.lists, entries) + entries // segment
     counts = indices.new_zeros((named.lists, chunk.tiles), dtype=torch.int32)
-    # Not rows of one tensor: each begins at a multiple of 16 bytes then, whatever the number of lists, and a kernel is compiled for that.
+    # Not rows of one tensor: each begins at a multiple of 16 bytes then, whatever the number of lists, and a kernel is
+    # compiled for that.
     totals, firsts, ends, extras = (whole(named.lists) for _ in range(4))
     ranks, perm, segments = whole(entries), whole(entries), whole(most_segments, 4)
     tokens = whole(chunk.tiles * named.tile_tokens)
     common = {"flag": flag, "WANTED": wanted}
-    where = {"first_tile": chunk.first_tile, "n_tiles": chunk.tiles, "n_slots": slots, "OWN": named.own, "TOKENS": named.tile_tokens}
+    where = {
+        "first_tile": chunk.first_tile,
+        "n_tiles": chunk.tiles,
+        "n_slots": slots,
+        "OWN": named.own,
+        "TOKENS": named.tile_tokens,
+    }
     kept = {"totals": totals, "firsts": firsts, "ends": ends, "extras": extras, "n_lists": named.lists}
     programs = chunk.tiles * named.heads
     counting = {"ranks": ranks, "counts": counts, "tokens": tokens, "ONCE": named.once, "num_warps": 4}
@@ -134,7 +152,9 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
 
 
 class Unions(NamedTuple):
-    """The blocks of each tile of `tokens` tokens, from the last down, with a bit for each token; how many there are, and need a mask."""
+    """The blocks of each tile of `tokens` tokens, from the last down, with a bit for each token; how many there are,
+    and need a mask.
+    """
 
     blocks: torch.Tensor
     bits: torch.Tensor
@@ -148,7 +168,14 @@ def make_unions(named: Named, tokens: int) -> Unions:
     programs, entries = tiles * named.heads, tokens * named.slots_p
     blocks, bits = named.indices.new_empty((2, programs, entries), dtype=torch.int32)
     sizes = named.indices.new_empty((programs, 2), dtype=torch.int32)
-    arguments = {"blocks": blocks, "bits": bits, "sizes": sizes, "n_tiles": tiles, "TOKENS": tokens, "num_warps": 1 if entries <= 128 else 4}
+    arguments = {
+        "blocks": blocks,
+        "bits": bits,
+        "sizes": sizes,
+        "n_tiles": tiles,
+        "TOKENS": tokens,
+        "num_warps": 1 if entries <= 128 else 4,
+    }
     emit(named.indices, Launch(nsa_index_union_kernel, programs, named.geometry() | arguments))
     return Unions(blocks, bits, sizes, tokens)
 
@@ -170,7 +197,9 @@ def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
 
 def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
     """Each block's parts in place of it, one after another."""
-    return compute(_cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32)
+    return compute(
+        _cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32
+    )
 
 
 def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Which blocks each token attends to: scores of the blocks, then the best of them, exactly.
 
-*Scores*: a program owns BLOCK_M tokens of one key head and walks the windows, BLOCK_N at a time: it keeps the tile of windows and goes through the
-query heads of the group, adding up probabilities (their LSE is known) in registers, so that nothing is summed across threads. Windows are laid out
-block by block, WINDOWS_P (a power of two) columns a block of WINDOWS windows. A window that begins in block j reaches into the blocks j to
-j + PLANES - 1: each plane holds one such share, and the second kernel adds them.
-Operations: 2 · D a pair of query and window, as half of the compressed branch; bytes: Q once for each BLOCK_N windows, out of the L2 cache; planes
-once, so tokens come in chunks.
-*Best*: a program owns BLOCK_R tokens and all their blocks. Scores are not negative, so their bits order as they do: 31 steps of bisection over the
-bits find the last score that is taken, a prefix sum over the blocks which of its equals are (the first), and another one their places.
+*Scores*: a program owns BLOCK_M tokens of one key head and walks the windows, BLOCK_N at a time: it keeps the tile of
+windows and goes through the query heads of the group, adding up probabilities (their LSE is known) in registers, so
+that nothing is summed across threads. Windows are laid out block by block, WINDOWS_P (a power of two) columns a block
+of WINDOWS windows. A window that begins in block j reaches into the blocks j to j + PLANES - 1: each plane holds one
+such share, and the second kernel adds them.
+Operations: 2 · D a pair of query and window, as half of the compressed branch; bytes: Q once for each BLOCK_N windows,
+out of the L2 cache; planes once, so tokens come in chunks.
+*Best*: a program owns BLOCK_R tokens and all their blocks. Scores are not negative, so their bits order as they do: 31
+steps of bisection over the bits find the last score that is taken, a prefix sum over the blocks which of its equals are
+(the first), and another one their places.
 """
 
 import triton
@@ -22,10 +24,11 @@ FORCED = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choose_scores_kernel(
-    q, k_cmp, lse, planes, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_heads_k, group, n_windows, first_tile, n_tiles, n_blocks,
-    scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    WINDOWS: tl.constexpr, WINDOWS_P: tl.constexpr, PLANES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_cmp, lse, planes, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_heads_k, group, n_windows,
+    first_tile, n_tiles, n_blocks, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, WINDOWS: tl.constexpr, WINDOWS_P: tl.constexpr, PLANES: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M tokens of the chunk x key heads.
     # Owns: BLOCK_M tokens of one key head.
@@ -48,7 +51,12 @@ def nsa_choose_scores_kernel(
     for i_block in range(0, n_mine, BLOCKS):
         o_c = (i_block + o_n // WINDOWS_P) * WINDOWS + o_n % WINDOWS_P
         m_c = (o_n % WINDOWS_P < WINDOWS) & (o_c < n_seen)
-        p_k = k_cmp + tl.cast(i_bq, tl.int64) * k_strides[0] + (start_w + o_c).to(tl.int64) * k_strides[1] + tl.cast(i_hk, tl.int64) * k_strides[2]
+        p_k = (
+            k_cmp
+            + tl.cast(i_bq, tl.int64) * k_strides[0]
+            + (start_w + o_c).to(tl.int64) * k_strides[1]
+            + tl.cast(i_hk, tl.int64) * k_strides[2]
+        )
         # [N, D]
         b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -75,8 +83,21 @@ def nsa_choose_scores_kernel(
 
 
 @triton.jit
-def block_bits(planes, o_row, m_row, i_own, i_block, n_blocks, INIT: tl.constexpr, LOCAL: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr):
-    """Scores of blocks `i_block .. i_block + BLOCK` as integers of the same order, [R, BLOCK]: FORCED where always in, -1 where never."""
+def block_bits(
+    planes,
+    o_row,
+    m_row,
+    i_own,
+    i_block,
+    n_blocks,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scores of blocks `i_block .. i_block + BLOCK` as integers of the same order, [R, BLOCK]: FORCED where always in,
+    -1 where never.
+    """
     o_j = i_block + tl.arange(0, BLOCK)
     score = tl.zeros([o_row.shape[0], BLOCK], tl.float32)
     m_j = m_row[:, None] & (o_j[None, :] <= i_own[:, None])
@@ -90,7 +111,8 @@ def block_bits(planes, o_row, m_row, i_own, i_block, n_blocks, INIT: tl.constexp
 
 
 @triton.jit
-def count_from(planes, o_row, m_row, i_own, b_bits, limit, n_mine, n_blocks, INIT: tl.constexpr, LOCAL: tl.constexpr, PLANES: tl.constexpr,
+def count_from(planes, o_row, m_row, i_own, b_bits, limit, n_mine, n_blocks, INIT: tl.constexpr, LOCAL: tl.constexpr,
+PLANES: tl.constexpr,
                BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """How many blocks of each row score `limit` or more; with WHOLE, `b_bits` holds them all."""
     if WHOLE:
@@ -106,8 +128,8 @@ def count_from(planes, o_row, m_row, i_own, b_bits, limit, n_mine, n_blocks, INI
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choose_best_kernel(
     planes, indices, cu, n_batch, n_tokens, n_heads_k, first_tile, n_blocks, n_rows,
-    BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, PLANES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R rows of the chunk: key heads x tokens.
     # Owns: BLOCK_R tokens of one key head.
@@ -123,11 +145,14 @@ def nsa_choose_best_kernel(
     o_row = (i_r + o_r).to(tl.int64) * n_heads_k + i_hk
     n_mine = tl.max(tl.where(m_r, i_own, -1), 0) + 1
     b_bits = block_bits(planes, o_row, m_r, i_own, 0, n_blocks, INIT, LOCAL, PLANES, BLOCK)
-    # The greatest limit that COUNT blocks or more reach: the score of the last one taken; 0 where fewer may be taken at all.
+    # The greatest limit that COUNT blocks or more reach: the score of the last one taken; 0 where fewer may be taken at
+    # all.
     last = tl.zeros([BLOCK_R], tl.int32)
     for i in range(31):
         higher = last | (1 << (30 - i))
-        count = count_from(planes, o_row, m_r, i_own, b_bits, higher, n_mine, n_blocks, INIT, LOCAL, PLANES, BLOCK, WHOLE)
+        count = count_from(
+            planes, o_row, m_r, i_own, b_bits, higher, n_mine, n_blocks, INIT, LOCAL, PLANES, BLOCK, WHOLE
+        )
         last = tl.where(count >= COUNT, higher, last)
     # No score lies above FORCED, and no number either.
     above = tl.where(last == FORCED, last, last + 1)

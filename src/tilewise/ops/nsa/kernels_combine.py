@@ -1,4 +1,7 @@
-"""The branches' outputs, each times its gate, summed; and what that passes back. Every element is read and written once."""
+"""The branches' outputs, each times its gate, summed; and what that passes back.
+
+Every element is read and written once.
+"""
 
 import triton
 import triton.language as tl
@@ -9,11 +12,16 @@ SIZES = ("n_rows",)
 @triton.jit
 def gated(x, gate, o_r, m_r, m_x, o_x):
     """Rows of a branch times their gates, in fp32; 0 where the branch is left out."""
-    return tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32) * tl.load(gate + o_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
+    return (
+        tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
+        * tl.load(gate + o_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
+    )
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_combine_fwd_kernel(x0, x1, x2, gate0, gate1, gate2, y, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+def nsa_combine_fwd_kernel(
+    x0, x1, x2, gate0, gate1, gate2, y, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):
     # Grid: tiles of rows: tokens x heads.
     # Owns: BLOCK_R rows.
     # Loops over: nothing; up to three branches.
@@ -32,7 +40,9 @@ def nsa_combine_fwd_kernel(x0, x1, x2, gate0, gate1, gate2, y, n_rows, D: tl.con
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_combine_bwd_kernel(dy, x, gate, dx, dgate, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+def nsa_combine_bwd_kernel(
+    dy, x, gate, dx, dgate, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):
     # Grid: tiles of rows: tokens x heads.
     # Owns: BLOCK_R rows of one branch.
     # Loops over: nothing.

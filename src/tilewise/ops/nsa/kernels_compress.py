@@ -36,7 +36,9 @@ def nsa_compress_fwd_kernel(
     # Owns: BLOCK_N windows of one head.
     # Loops over: the tokens of a window.
     # Writes: its rows of y, 0 where a sequence's room goes on behind its last window.
-    i_b, i_h, i_n, start_w, n_room = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_windows, windows, False, BLOCK_N)
+    i_b, i_h, i_n, start_w, n_room = locate_tile(
+        tl.program_id(0), n_tiles, n_heads, n_batch, n_windows, windows, False, BLOCK_N
+    )
     start = 0
     if cu is not None:
         start, n_tokens = sequence_bounds(cu, i_b, n_tokens)
@@ -62,7 +64,9 @@ def nsa_compress_bwd_kernel(
     # Owns: BLOCK_M tokens of one head.
     # Loops over: the windows that a token lies in, from the last.
     # Writes: its rows of dx.
-    i_b, i_h, i_m, start, n_rows = locate_tile(tl.program_id(0), n_tiles, n_heads, n_batch, n_tokens, cu, False, BLOCK_M)
+    i_b, i_h, i_m, start, n_rows = locate_tile(
+        tl.program_id(0), n_tiles, n_heads, n_batch, n_tokens, cu, False, BLOCK_M
+    )
     start_w = 0
     if cu is not None:
         start_w, n_windows = sequence_bounds(windows, i_b, n_windows)
@@ -75,5 +79,7 @@ def nsa_compress_bwd_kernel(
         o_c = (i_m + tl.arange(0, BLOCK_M)) // STRIDE - i
         m_y = ((o_c >= 0) & (o_c < n_windows))[:, None] & (o_d < D)[None, :]
         # [M, D]
-        acc += tl.load(p_head + (start_w + o_c).to(tl.int64)[:, None] * dy_strides[1] + o_d[None, :], mask=m_y, other=0.0).to(tl.float32)
+        acc += tl.load(
+            p_head + (start_w + o_c).to(tl.int64)[:, None] * dy_strides[1] + o_d[None, :], mask=m_y, other=0.0
+        ).to(tl.float32)
     store_rows((dx, dx_strides, i_b, i_h, start, n_rows), i_m, acc / SIZE, D, BLOCK_M, BLOCK_D)

@@ -1,12 +1,13 @@
 """Two ways to group what tokens name, both without atomics, so that the same indices give the same order.
 
-*Lists* (key order): for every block of keys the entries that name it, in the order of tokens. A tile of tokens sorts its entries by block: how many
-name the same one, and how many of them come before. Counts by (block, tile) are summed up along the tiles, then along the blocks; an entry's place
-is the sum of the three. Bytes: 4 an entry for each of index, rank and list, and three passes over the counts, 4 bytes for each pair of block and
+*Lists* (key order): for every block of keys the entries that name it, in the order of tokens. A tile of tokens sorts
+its entries by block: how many name the same one, and how many of them come before. Counts by (block, tile) are summed
+up along the tiles, then along the blocks; an entry's place is the sum of the three. Bytes: 4 an entry for each of
+index, rank and list, and three passes over the counts, 4 bytes for each pair of block and
 tile: so tokens come in chunks.
 
-*Unions* (query order): for every tile of queries the blocks that any of its tokens names, from the last down, each with a bit a token. Those that
-reach past the tile's first token, which come first, alone need a mask.
+*Unions* (query order): for every tile of queries the blocks that any of its tokens names, from the last down, each with
+a bit a token. Those that reach past the tile's first token, which come first, alone need a mask.
 """
 
 import triton
@@ -21,13 +22,14 @@ SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile", "n_tiles", "
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_count_kernel(
     indices, ranks, counts, tokens, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, n_tiles,
-    WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, ONCE: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS_P: tl.constexpr,
+    WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, ONCE: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads.
     # Owns: the entries of one tile.
     # Loops over: nothing.
-    # Writes: each entry's rank among its tile's entries of the same block (-1 where it names none), the counts by block, and each token's number.
+    # Writes: each entry's rank among its tile's entries of the same block (-1 where it names none), the counts by
+    # block, and each token's number.
     if skipped(flag, WANTED):
         return
     i_tile = tl.program_id(0) % n_tiles
@@ -66,11 +68,14 @@ def nsa_index_tiles_kernel(counts, totals, flag, n_tiles, WANTED: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_index_lists_kernel(totals, firsts, ends, extras, flag, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+def nsa_index_lists_kernel(
+    totals, firsts, ends, extras, flag, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr
+):
     # Grid: one program.
     # Owns: all lists' totals.
     # Loops over: lists.
-    # Writes: each list's first place, how many segments of SEGMENT entries there are up to its end, and how many before it are not a list's first.
+    # Writes: each list's first place, how many segments of SEGMENT entries there are up to its end, and how many before
+    # it are not a list's first.
     if skipped(flag, WANTED):
         return
     n_entries = 0
@@ -91,14 +96,15 @@ def nsa_index_lists_kernel(totals, firsts, ends, extras, flag, n_lists, WANTED: 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_place_kernel(
-    indices, ranks, counts, totals, firsts, ends, extras, perm, segments, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, n_tiles, n_lists,
-    WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS_P: tl.constexpr,
+    indices, ranks, counts, totals, firsts, ends, extras, perm, segments, flag, cu, n_batch, n_tokens, n_heads,
+    n_slots, first_tile, n_tiles, n_lists, WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr,
+    OWN: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads, or lists, whichever is more.
     # Owns: the entries of one tile, and one list.
     # Loops over: the list's segments.
-    # Writes: its entries into their lists; for each segment first place, entries, list, and its number from 1 among those not first, else 0.
+    # Writes: its entries into their lists; for each segment first place, entries, list, and its number from 1 among
+    # those not first, else 0.
     if skipped(flag, WANTED):
         return
     pid = tl.program_id(0)
@@ -117,7 +123,9 @@ def nsa_index_place_kernel(
         i_tile = pid % n_tiles
         i_h = pid // n_tiles
         i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, TOKENS)
-        b_block = named_blocks(indices, i_local * TOKENS, start, n_rows, i_h, n_heads, BLOCK_SIZE, S, OWN, TOKENS, SLOTS_P)
+        b_block = named_blocks(
+            indices, i_local * TOKENS, start, n_rows, i_h, n_heads, BLOCK_SIZE, S, OWN, TOKENS, SLOTS_P
+        )
         o_e = tl.arange(0, TOKENS * SLOTS_P)
         o_s = o_e % SLOTS_P
         o_token = i_tile * TOKENS + o_e // SLOTS_P
@@ -137,7 +145,8 @@ def nsa_index_union_kernel(
     # Grid: tiles of TOKENS tokens x index heads.
     # Owns: the entries of one tile.
     # Loops over: nothing.
-    # Writes: the tile's blocks from the last down, a bit for each token that named it, how many there are and how many need a mask.
+    # Writes: the tile's blocks from the last down, a bit for each token that named it, how many there are and how many
+    # need a mask.
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
     _, i_local, start, n_rows = locate_slot(i_tile, cu, n_batch, n_tokens, TOKENS)

@@ -1,9 +1,10 @@
 """Attention to the blocks that tokens name, backward: no atomics, so the same inputs give the same bits.
 
-dK and dV always come in key order: a program owns a block of keys and a segment of its list, and sums over the rows that name it. The first
-segment of a list adds to the block's sums of earlier chunks, in fp32; further segments leave theirs aside, and a second kernel adds them in order.
-dQ comes from the same program (a fifth product; one result an entry and head, summed in a second pass over the slots) or, where neighbours name
-the same blocks, from a kernel in query order (three products again, no results to store: cheaper where the union is below twice the slots).
+dK and dV always come in key order: a program owns a block of keys and a segment of its list, and sums over the rows
+that name it. The first segment of a list adds to the block's sums of earlier chunks, in fp32; further segments leave
+theirs aside, and a second kernel adds them in order. dQ comes from the same program (a fifth product; one result an
+entry and head, summed in a second pass over the slots) or, where neighbours name the same blocks, from a kernel in
+query order (three products again, no results to store: cheaper where the union is below twice the slots).
 
 In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing has lse_log2 = +inf and so p = 0.
 """
@@ -11,7 +12,15 @@ In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing ha
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment, skipped
+from tilewise.ops._tile.blocks import (
+    gather_rows,
+    head_pointer,
+    keys_kept,
+    listed_rows,
+    locate_segment,
+    no_segment,
+    skipped,
+)
 from tilewise.ops._tile.load import load_rows
 from tilewise.ops._tile.plain import load_plain, store_plain, store_sums
 from tilewise.ops._tile.varlen import locate_slot
@@ -21,7 +30,8 @@ SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile
 
 @triton.jit
 def nsa_selected_bwd_lists_step(
-    acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows' part of dK and dV; also the gradient of the scores, and each row's sum for its sel_scale's."""
     # [M, D] @ [D, N] -> [M, N]
@@ -56,17 +66,18 @@ def store_entry_sums(p_x, b_x, m_x, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_lists_kernel(
-    q, k, v, do, lse_log2, delta, dk, dv, partial_dk, partial_dv, partial_dq, dsel, perm, segments, ends, sel_scale, flag, q_strides, k_strides,
-    v_strides, do_strides, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots, first_tile, scale, scale_log2,
-    WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dk, dv, partial_dk, partial_dv, partial_dq, dsel, perm, segments, ends, sel_scale,
+    flag, q_strides, k_strides, v_strides, do_strides, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots,
+    first_tile, scale, scale_log2, WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M rows at a time.
-    # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and where wanted each row's part
-    # of dq, and each entry's dsel.
+    # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and
+    # where wanted each row's part of dq, and each entry's dsel.
     if no_segment(flag, WANTED, ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
     first, n_entries, i_segment, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
@@ -86,7 +97,9 @@ def nsa_selected_bwd_lists_kernel(
     p_do = head_pointer(do, do_strides, i_bq, start_q + offset, i_h * GROUP)
     o_first = (tl.cast(i_bq, tl.int64) * n_heads + i_h) * GROUP * n_tokens + start_q + offset
     for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M)
+        m_r, o_c, o_s, o_g = listed_rows(
+            perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M
+        )
         # [M, D], [M, DV]
         b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
         b_do = gather_rows(p_do, do_strides, o_c, o_g, m_r, DV, BLOCK_DV, INDEX)
@@ -118,8 +131,8 @@ def nsa_selected_bwd_lists_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_keys_kernel(
     partial_dk, partial_dv, dk, dv, ends, extras, flag, cu, n_batch, n_tokens, n_heads, n_slots,
-    WANTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr,
+    WANTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     # Grid: lists x HEADS key heads that share one x tiles of BLOCK_R keys of a block.
     # Owns: BLOCK_R keys of one block and head.
@@ -138,7 +151,9 @@ def nsa_selected_bwd_keys_kernel(
         _, i_block, start, Tk = locate_slot(i_list % n_slots, cu, n_batch, n_tokens, BLOCK_SIZE)
         o_n = i_n + tl.arange(0, BLOCK_R)
         m_n = (o_n < BLOCK_SIZE) & (i_block * BLOCK_SIZE + o_n < Tk)
-        o_key = (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * (n_heads * HEADS) + i_list // n_slots * HEADS + i_shared
+        o_key = (
+            (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * (n_heads * HEADS) + i_list // n_slots * HEADS + i_shared
+        )
         acc_dk = load_plain(dk, o_key, m_n, D, BLOCK_D)
         acc_dv = load_plain(dv, o_key, m_n, DV, BLOCK_DV)
         for i in range(first, first + n_extras):
@@ -151,7 +166,8 @@ def nsa_selected_bwd_keys_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_queries_kernel(
     partial_dq, ranks, tokens, base, dq, flag, n_heads, n_rows,
-    WANTED: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    WANTED: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R rows of the chunk: tokens x index heads x group.
     # Owns: BLOCK_R rows.
@@ -168,7 +184,9 @@ def nsa_selected_bwd_queries_kernel(
     o_out = i_token.to(tl.int64) * (n_heads * GROUP) + (o_named % n_heads) * GROUP + o_r % GROUP
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     if base is not None:
-        acc += tl.load(base + o_out[:, None] * D + o_d[None, :], mask=m_x & (i_token >= 0)[:, None], other=0.0).to(tl.float32)
+        acc += tl.load(base + o_out[:, None] * D + o_d[None, :], mask=m_x & (i_token >= 0)[:, None], other=0.0).to(
+            tl.float32
+        )
     for i_s in range(SLOTS):
         o_one = (o_named * SLOTS + i_s) * GROUP + o_r % GROUP
         # The load does not wait for the rank: what was not written is dropped after it.
@@ -176,24 +194,30 @@ def nsa_selected_bwd_queries_kernel(
         present = tl.load(ranks + o_named * SLOTS + i_s, mask=m_r, other=-1) >= 0
         acc += tl.where(present[:, None], b_dq, 0.0)
     m_r = m_r & (i_token >= 0)
-    tl.store(dq + o_out[:, None] * D + o_d[None, :], acc.to(dq.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
+    tl.store(
+        dq + o_out[:, None] * D + o_d[None, :], acc.to(dq.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :]
+    )
 
 
 @triton.jit
 def nsa_selected_bwd_union_step(
     acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of the union: its part of dQ."""
     n_keys = tl.minimum(k_rows[5], i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows((k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE)
+    b_k = load_rows(
+        (k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE
+    )
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     # [N, DV]
-    b_v = load_rows((v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE)
+    b_v = load_rows(
+        (v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE
+    )
     # [M, DV] @ [DV, N] -> [M, N]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_p = tl.exp2(b_s * scale_log2 - tl.where(named, b_lse, float("inf"))[:, None])
@@ -210,11 +234,11 @@ def nsa_selected_bwd_union_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_union_kernel(
-    q, k, v, do, lse_log2, delta, dq, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, do_strides, cu, n_batch, n_tokens, n_heads,
-    heads_a_key, n_tiles, scale, scale_log2,
-    WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dq, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, do_strides, cu,
+    n_batch, n_tokens, n_heads, heads_a_key, n_tiles, scale, scale_log2,
+    WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.

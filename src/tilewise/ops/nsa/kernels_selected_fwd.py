@@ -1,18 +1,27 @@
 """Attention to the blocks that tokens name, forward, in two loop orders.
 
-*Key order*: a program owns a block of keys and a segment of its list, gathers the queries that name it, BLOCK_M rows a step, and writes a result
-for each entry and head: an output normalised over this block alone, and its LSE. A second kernel merges each token's entries. K and V are read
-once a segment, queries once an entry, and a result is written and read once an entry: 3 · SLOTS · T · Hq · D elements in all, so tokens come in
-chunks that keep the results small.
-*Query order*: a program owns TOKENS tokens with all heads of a group, BLOCK_M rows, and walks the union of their blocks; a row whose token did not
-name the block has its scores shifted by +inf, which makes its probabilities 0. Bytes: K and V once for each block of each union; the rest once.
-Operations, both: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step; the query order does U / SLOTS times the work that is needed, U being the mean union.
+*Key order*: a program owns a block of keys and a segment of its list, gathers the queries that name it, BLOCK_M rows a
+step, and writes a result for each entry and head: an output normalised over this block alone, and its LSE. A second
+kernel merges each token's entries. K and V are read once a segment, queries once an entry, and a result is written and
+read once an entry: 3 · SLOTS · T · Hq · D elements in all, so tokens come in chunks that keep the results small.
+*Query order*: a program owns TOKENS tokens with all heads of a group, BLOCK_M rows, and walks the union of their
+blocks; a row whose token did not name the block has its scores shifted by +inf, which makes its probabilities 0. Bytes:
+K and V once for each block of each union; the rest once. Operations, both: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step; the
+query order does U / SLOTS times the work that is needed, U being the mean union.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment, skipped
+from tilewise.ops._tile.blocks import (
+    gather_rows,
+    head_pointer,
+    keys_kept,
+    listed_rows,
+    locate_segment,
+    no_segment,
+    skipped,
+)
 from tilewise.ops._tile.load import load_rows
 from tilewise.ops._tile.softmax import softmax_finish
 from tilewise.ops._tile.varlen import locate_slot
@@ -22,11 +31,12 @@ SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_lists_kernel(
-    q, k, v, partial_o, partial_lse, perm, segments, ends, sel_scale, flag, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads,
-    heads_a_key, n_slots, first_tile, scale_log2,
-    WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr, SIGN: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, partial_o, partial_lse, perm, segments, ends, sel_scale, flag, q_strides, k_strides, v_strides, cu,
+    n_batch, n_tokens, n_heads, heads_a_key, n_slots, first_tile, scale_log2,
+    WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SIGN: tl.constexpr,
+    INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
@@ -44,7 +54,9 @@ def nsa_selected_fwd_lists_kernel(
     p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
     o_d = tl.arange(0, BLOCK_DV)
     for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M)
+        m_r, o_c, o_s, o_g = listed_rows(
+            perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M
+        )
         # [M, D]
         b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
         # [M, D] @ [D, N] -> [M, N]
@@ -75,8 +87,8 @@ def nsa_selected_fwd_lists_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_merge_kernel(
     partial_o, partial_lse, ranks, tokens, o, lse, flag, n_heads, n_tokens, n_rows,
-    WANTED: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    WANTED: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R rows of the chunk: tokens x index heads x group.
     # Owns: BLOCK_R rows.
@@ -113,7 +125,9 @@ def nsa_selected_fwd_merge_kernel(
     i_head = (o_named % n_heads) * GROUP + o_g
     m_r = m_r & (i_token >= 0)
     o_out = i_token.to(tl.int64) * (n_heads * GROUP) + i_head
-    tl.store(o + o_out[:, None] * DV + o_d[None, :], acc.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :])
+    tl.store(
+        o + o_out[:, None] * DV + o_d[None, :], acc.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :]
+    )
     o_lse = i_head * n_tokens + i_token
     if not PACKED:
         o_lse = ((i_token // n_tokens).to(tl.int64) * (n_heads * GROUP) + i_head) * n_tokens + i_token % n_tokens
@@ -123,14 +137,16 @@ def nsa_selected_fwd_merge_kernel(
 @triton.jit
 def nsa_selected_fwd_union_step(
     b_q, acc, m, l, k_rows, v_rows, i_key, named, o_t, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of the union: scores, online softmax over the rows whose token named it, sum with the values."""
     n_keys = tl.minimum(k_rows[5], i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows((k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE)
+    b_k = load_rows(
+        (k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE
+    )
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     o_n = tl.arange(0, BLOCK_N)
@@ -140,13 +156,16 @@ def nsa_selected_fwd_union_step(
     elif BLOCK_SIZE != BLOCK_N:
         b_s = tl.where((o_n < BLOCK_SIZE)[None, :], b_s, float("-inf"))
     m_new = tl.maximum(m, tl.where(named, tl.max(b_s, 1) * scale_log2, float("-inf")))
-    # +inf for a row whose token did not name the block: its probabilities are 0. A row that has seen nothing yet must not be shifted by -inf.
+    # +inf for a row whose token did not name the block: its probabilities are 0. A row that has seen nothing yet must
+    # not be shifted by -inf.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = tl.exp2(b_s * scale_log2 - tl.where(named, shift, float("inf"))[:, None])
     rescale = tl.exp2(m - shift)
     l = l * rescale + tl.sum(b_p, 1)
     # [N, DV]
-    b_v = load_rows((v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE)
+    b_v = load_rows(
+        (v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE
+    )
     # [M, N] @ [N, DV] -> [M, DV]
     acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, m_new, l
@@ -154,10 +173,11 @@ def nsa_selected_fwd_union_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_union_kernel(
-    q, k, v, o, lse, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads, heads_a_key, n_tiles, scale_log2,
-    WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, SIGN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, lse, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads,
+    heads_a_key, n_tiles, scale_log2, WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.
@@ -201,6 +221,8 @@ def nsa_selected_fwd_union_kernel(
     b_o = tl.where((l != 0.0)[:, None], b_o, 0.0)
     o_d = tl.arange(0, BLOCK_DV)
     o_out = (start + o_t).to(tl.int64) * (n_heads * GROUP) + o_h
-    tl.store(o + o_out[:, None] * DV + o_d[None, :], b_o.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :])
+    tl.store(
+        o + o_out[:, None] * DV + o_d[None, :], b_o.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :]
+    )
     o_lse = (tl.cast(i_bq, tl.int64) * (n_heads * GROUP) + o_h) * n_tokens + start_q + o_t
     tl.store(lse + o_lse, b_lse, mask=m_r)

@@ -1,4 +1,7 @@
-"""Native sparse attention's parts as Triton launches: plain tensors in and out; no autograd. `cpu.py` has the same functions."""
+"""Native sparse attention's parts as Triton launches: plain tensors in and out; no autograd.
+
+`cpu.py` has the same functions.
+"""
 
 from typing import Any
 
@@ -31,7 +34,8 @@ __all__ = [
     "selected_forward",
 ]
 
-# Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of one that spreads gradients.
+# Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of
+# one that spreads gradients.
 MEANS = 32 if interpreting() else 4
 COMPRESSED_ROWS = 32
 # Offsets of one program that finds where windows begin.
@@ -40,7 +44,13 @@ COMBINED_ELEMENTS = 2048
 
 
 def _compress_arguments(
-    x: torch.Tensor, tokens: int, rows: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
+    x: torch.Tensor,
+    tokens: int,
+    rows: int,
+    cu: torch.Tensor | None,
+    windows: torch.Tensor | None,
+    size: int,
+    stride: int,
 ) -> dict[str, Any]:
     return {
         "cu": cu,
@@ -62,13 +72,24 @@ def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Ten
     if cu is None:
         return None
     windows = cu.new_empty(cu.shape, dtype=torch.int32)
-    arguments = {"cu": cu, "windows": windows, "n_offsets": cu.shape[0], "n_windows": tokens // stride, "STRIDE": stride, "BLOCK": OFFSETS}
+    arguments = {
+        "cu": cu,
+        "windows": windows,
+        "n_offsets": cu.shape[0],
+        "n_windows": tokens // stride,
+        "STRIDE": stride,
+        "BLOCK": OFFSETS,
+    }
     emit(cu, Launch(nsa_windows_kernel, -(-cu.shape[0] // OFFSETS), arguments))
     return windows
 
 
-def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
-    """Means of windows: dense [B, C, H, D]; packed [N // stride, H, D], sequence b's from `windows[b]` on and zeros behind them."""
+def compress(
+    x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
+) -> torch.Tensor:
+    """Means of windows: dense [B, C, H, D]; packed [N // stride, H, D], sequence b's from `windows[b]` on and zeros
+    behind them.
+    """
     tokens = x.shape[-3]
     rows = window_count(tokens, size, stride) if cu is None else tokens // stride
     y = x.new_empty((*x.shape[:-3], rows, *x.shape[-2:]))
@@ -82,13 +103,20 @@ def compress(x: torch.Tensor, cu: torch.Tensor | None, windows: torch.Tensor | N
     return y
 
 
-def compress_backward(dy: torch.Tensor, tokens: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int) -> torch.Tensor:
+def compress_backward(
+    dy: torch.Tensor, tokens: int, cu: torch.Tensor | None, windows: torch.Tensor | None, size: int, stride: int
+) -> torch.Tensor:
     """The gradient of `compress`, [B, tokens, H, D] or [tokens, H, D]."""
     dx = dy.new_empty((*dy.shape[:-3], tokens, *dy.shape[-2:]))
     if dx.numel():
         n_tiles = tile_slots(tokens, COMPRESSED_ROWS, cu)
         arguments = _compress_arguments(dy, tokens, dy.shape[-3], cu, windows, size, stride)
-        arguments |= {"dy": dy, "dx": dx, "dy_strides": row_strides(dy.stride()), "dx_strides": row_strides(dx.stride())}
+        arguments |= {
+            "dy": dy,
+            "dx": dx,
+            "dy_strides": row_strides(dy.stride()),
+            "dx_strides": row_strides(dx.stride()),
+        }
         arguments |= {"n_tiles": n_tiles, "BLOCK_M": COMPRESSED_ROWS}
         grid = n_tiles * dy.shape[-2] * (dy.shape[0] if cu is None else 1)
         emit(dy, Launch(nsa_compress_bwd_kernel, grid, arguments))
@@ -96,7 +124,13 @@ def compress_backward(dy: torch.Tensor, tokens: int, cu: torch.Tensor | None, wi
 
 
 def selected_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to the keys up to the token of the blocks it names, each once: output and LSE."""
     return selected.forward(selected.make_inputs(q, k, v, indices, cu, block_size, scale))
@@ -130,8 +164,12 @@ def attend_forward(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to whole named blocks, each as often as it is named and scaled by its sel_scale, and to the token's own up to it."""
-    return selected.forward(selected.make_inputs(q, k, v, indices, None, block_size, scale, sel_scale, own=own, causal=False))
+    """Attention to whole named blocks, each as often as it is named and scaled by its sel_scale, and to the token's own
+    up to it.
+    """
+    return selected.forward(
+        selected.make_inputs(q, k, v, indices, None, block_size, scale, sel_scale, own=own, causal=False)
+    )
 
 
 def attend_backward(
@@ -156,7 +194,12 @@ def attend_backward(
     if sel_scale.numel() == 0:
         return dq, dk, dv, sel_scale.new_zeros(sel_scale.shape)
     *_, heads, slots = sel_scale.shape
-    return dq, dk, dv, compute(_add_shared, dsel, heads, slots, sel_scale.dtype, shape=sel_scale.shape, dtype=sel_scale.dtype)
+    return (
+        dq,
+        dk,
+        dv,
+        compute(_add_shared, dsel, heads, slots, sel_scale.dtype, shape=sel_scale.shape, dtype=sel_scale.dtype),
+    )
 
 
 def _add_shared(dsel: torch.Tensor, heads: int, slots: int, dtype: torch.dtype) -> torch.Tensor:
@@ -167,7 +210,12 @@ def _add_shared(dsel: torch.Tensor, heads: int, slots: int, dtype: torch.dtype) 
 def _rows(x: torch.Tensor) -> dict[str, Any]:
     """Sizes of a kernel that goes over [rows, D]."""
     block_d = padded_channels(x.shape[-1])
-    return {"n_rows": x.numel() // x.shape[-1], "D": x.shape[-1], "BLOCK_D": block_d, "BLOCK_R": max(1, COMBINED_ELEMENTS // block_d)}
+    return {
+        "n_rows": x.numel() // x.shape[-1],
+        "D": x.shape[-1],
+        "BLOCK_D": block_d,
+        "BLOCK_R": max(1, COMBINED_ELEMENTS // block_d),
+    }
 
 
 def combine(outputs: list[torch.Tensor], gates: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Native sparse attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every score matrix whole.
+"""Native sparse attention's definition, in plain torch: readable, differentiable, any dtype up to fp64. Builds every
+score matrix whole.
 
 A value that is not finite counts as NaN, and reaches what sees it and nothing else, in gradients too.
 """
@@ -16,16 +17,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """q·k: q [B, T, Hq, D], k [B, J, Hk, D] -> [B, Hq, T, J]."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    # Products with 0 in place of NaN, then NaN in place of the score: a score that a mask leaves out then has gradient 0, not 0 · NaN.
+    # Products with 0 in place of NaN, then NaN in place of the score: a score that a mask leaves out then has gradient
+    # 0, not 0 · NaN.
     broken_q, broken_k = ((~x.isfinite().all(-1)).transpose(1, 2) for x in (q, k))
     scores = torch.einsum("bihd,bjhd->bhij", q.nan_to_num(0.0, 0.0, 0.0), k.nan_to_num(0.0, 0.0, 0.0))
     return scores.masked_fill(broken_q[..., :, None] | broken_k[..., None, :], torch.nan)
 
 
 def _softmax(scores: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities over what is kept, 0 elsewhere, and LSE: scores [B, H, T, J], keep broadcast to it -> [B, H, T, J], [B, H, T]."""
+    """Probabilities over what is kept, 0 elsewhere, and LSE: scores [B, H, T, J], keep broadcast to it -> [B, H, T, J],
+    [B, H, T].
+    """
     sees = keep.any(-1)
-    # A row that sees nothing is given scores of 0, so that no infinity enters the gradients, and its results are then set by definition.
+    # A row that sees nothing is given scores of 0, so that no infinity enters the gradients, and its results are then
+    # set by definition.
     scores = scores.masked_fill(~keep, -torch.inf).masked_fill(~sees[..., None], 0.0)
     probabilities = torch.softmax(scores, -1).masked_fill(~keep, 0.0)
     return probabilities, torch.logsumexp(scores, -1).masked_fill(~sees, -torch.inf)
@@ -40,8 +45,12 @@ def _weighted(probabilities: torch.Tensor, keep: torch.Tensor, v: torch.Tensor) 
     return o.masked_fill(reached, torch.nan)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch of equal lengths: q [B, T, Hq, D], k [B, J, Hk, D], v [B, J, Hk, Dv], keep [T, J] or [B, Hq, T, J] -> o [B, T, Hq, Dv], lse."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch of equal lengths: q [B, T, Hq, D], k [B, J, Hk, D], v [B, J, Hk, Dv], keep [T, J] or [B, Hq, T, J] -> o
+    [B, T, Hq, Dv], lse.
+    """
     probabilities, lse = _softmax(_scores(q, k) * scale, keep)
     return _weighted(probabilities, keep, v), lse
 
@@ -53,7 +62,9 @@ def _back(tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def _rows(offsets: list[int]) -> list[slice]:
-    """Each sequence's rows; first an empty start, which keeps shape, dtype and graph when there is no sequence at all."""
+    """Each sequence's rows; first an empty start, which keeps shape, dtype and graph when there is no
+    sequence at all.
+    """
     return [slice(0, 0), *(slice(*ends) for ends in itertools.pairwise(offsets))]
 
 
@@ -73,8 +84,12 @@ def _ended(tokens: int, windows: int, compress_size: int, compress_stride: int, 
     return last[None, :] <= torch.arange(tokens, device=device)[:, None]
 
 
-def compress_mean(x: torch.Tensor, compress_size: int, compress_stride: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """The means over whole windows, in x's dtype: [B, T, H, D] -> [B, C, H, D]; packed [N, H, D] -> [C of all sequences, H, D]."""
+def compress_mean(
+    x: torch.Tensor, compress_size: int, compress_stride: int, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The means over whole windows, in x's dtype: [B, T, H, D] -> [B, C, H, D]; packed [N, H, D] -> [C of all
+    sequences, H, D].
+    """
     if cu_seqlens is not None:
         parts = [compress_mean(x[None, rows], compress_size, compress_stride)[0] for rows in _rows(cu_seqlens.tolist())]
         return torch.cat(parts)
@@ -96,8 +111,8 @@ def compressed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the windows that have ended: output in q's dtype, and LSE.
 
-    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits this is what eager torch
-    would give, which tells how much error a precision costs.
+    compute_dtype is the precision of every step: by default fp32, or fp64 for fp64 inputs. In the inputs' own 16 bits
+    this is what eager torch would give, which tells how much error a precision costs.
     """
     compute_dtype = compute_dtype or _wide(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -111,7 +126,9 @@ def compressed_attention(
     else:
         offsets = cu_seqlens.tolist()
         windows = _rows(_window_offsets(offsets, compress_size, compress_stride))
-        parts = [attend(q[None, t], k_cmp[None, c], v_cmp[None, c]) for t, c in zip(_rows(offsets), windows, strict=True)]
+        parts = [
+            attend(q[None, t], k_cmp[None, c], v_cmp[None, c]) for t, c in zip(_rows(offsets), windows, strict=True)
+        ]
         o, lse = torch.cat([part[0][0] for part in parts]), torch.cat([part[1][0] for part in parts], dim=-1)
     return o.to(q.dtype), lse.to(torch.promote_types(_wide(q.dtype), compute_dtype))
 
@@ -129,10 +146,11 @@ def choice_scores(
     cu_seqlens: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The scores by which each kv head's blocks are chosen: [B, T, Hk, blocks], packed [N, Hk, most blocks of a sequence].
+    """The scores by which each kv head's blocks are chosen: [B, T, Hk, blocks], packed [N, Hk, most blocks of a
+    sequence].
 
-    A block that is forced has +inf; a block that may not be chosen, being later or beyond the sequence, has -inf. They carry no gradient.
-    compute_dtype is as in `compressed_attention`.
+    A block that is forced has +inf; a block that may not be chosen, being later or beyond the sequence, has -inf. They
+    carry no gradient. compute_dtype is as in `compressed_attention`.
     """
     compute_dtype = compute_dtype or _wide(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -147,9 +165,12 @@ def choice_scores(
         block = torch.arange(-(-tokens // block_size), device=q.device)
         # Tokens that window c and block j share, in strides: [C, blocks].
         first = torch.arange(windows, device=q.device)[:, None] * compress_stride
-        shared = torch.minimum(first + compress_size, (block + 1) * block_size) - torch.maximum(first, block * block_size)
+        shared = torch.minimum(first + compress_size, (block + 1) * block_size) - torch.maximum(
+            first, block * block_size
+        )
         scores = together @ (shared.clamp(min=0) / compress_stride).to(compute_dtype)
-        # Infinities mark, so a score that is NaN must be finite: a forced block stays the best and a later one the worst.
+        # Infinities mark, so a score that is NaN must be finite: a forced block stays the best and a later one the
+        # worst.
         scores = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
         current = torch.arange(tokens, device=q.device)[:, None, None] // block_size
         forced = (block < init_blocks) | (block > current - local_blocks)
@@ -162,7 +183,9 @@ def choice_scores(
         windows = _rows(_window_offsets(offsets, compress_size, compress_stride))
         parts = [score(q[None, t], k_cmp[None, c])[0] for t, c in zip(_rows(offsets), windows, strict=True)]
         most = max(part.shape[-1] for part in parts)
-        scores = torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=-torch.inf) for part in parts])
+        scores = torch.cat(
+            [torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=-torch.inf) for part in parts]
+        )
     return scores.to(torch.promote_types(_wide(q.dtype), compute_dtype))
 
 
@@ -180,7 +203,9 @@ def select_blocks(
     cu_seqlens: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The block_count best blocks, ties to the lower index: int32 [B, T, Hk, block_count], packed [N, Hk, block_count]; ascending, -1 at the end."""
+    """The block_count best blocks, ties to the lower index: int32 [B, T, Hk, block_count], packed [N, Hk, block_count];
+    ascending, -1 at the end.
+    """
     scores = choice_scores(
         q,
         k_cmp,
@@ -219,7 +244,9 @@ def selected_attention(
     compute_dtype = compute_dtype or _wide(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = q.shape[1]
         block = torch.arange(-(-tokens // block_size), device=q.device)
         selected = (block_indices[..., None] == block).any(-2).transpose(1, 2)
@@ -272,10 +299,11 @@ def native_sparse_attention(
     block_indices: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output in q's dtype, and the selected blocks: int32 [B, T, Hk, block_count], packed [N, Hk, block_count]; None where g_slc is None.
+    """Output in q's dtype, and the selected blocks: int32 [B, T, Hk, block_count], packed [N, Hk, block_count]; None
+    where g_slc is None.
 
-    compute_dtype is the precision of every step, the choice too, as in `compressed_attention`. block_indices are taken as they are in place of a
-    choice, so that two implementations can be compared under the same one.
+    compute_dtype is the precision of every step, the choice too, as in `compressed_attention`. block_indices are taken
+    as they are in place of a choice, so that two implementations can be compared under the same one.
     """
     compute_dtype, out_dtype = compute_dtype or _wide(q.dtype), q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -297,10 +325,24 @@ def native_sparse_attention(
         block_indices = None
     else:
         if block_indices is None:
-            choice: dict[str, Any] = {"block_size": block_size, "block_count": block_count, "init_blocks": init_blocks, "local_blocks": local_blocks}
+            choice: dict[str, Any] = {
+                "block_size": block_size,
+                "block_count": block_count,
+                "init_blocks": init_blocks,
+                "local_blocks": local_blocks,
+            }
             block_indices = select_blocks(q, k_cmp, scale=scale, **choice, **windows)
         block_indices = block_indices.to(torch.int32)
-        o_slc, _ = selected_attention(q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, compute_dtype=compute_dtype)
+        o_slc, _ = selected_attention(
+            q,
+            k,
+            v,
+            block_indices,
+            block_size=block_size,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            compute_dtype=compute_dtype,
+        )
         o = o + g_slc.to(compute_dtype)[..., None] * o_slc
     if g_swa is not None:
         o = o + g_swa.to(compute_dtype)[..., None] * _window_attention(q, k, v, window_size, scale, cu_seqlens)
@@ -320,10 +362,11 @@ def native_sparse_attend(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Whole selected blocks, each as often as it is named, and the query's own block up to the query: output in fq's dtype, and LSE.
+    """Whole selected blocks, each as often as it is named, and the query's own block up to the query: output in fq's
+    dtype, and LSE.
 
-    Everything is [B, H, T, ...]. With the sliding window: ((o, o_win), (lse, lse_win)). An index that names no block of the sequence takes no part.
-    compute_dtype is as in `compressed_attention`.
+    Everything is [B, H, T, ...]. With the sliding window: ((o, o_win), (lse, lse_win)). An index that names no block of
+    the sequence takes no part. compute_dtype is as in `compressed_attention`.
     """
     compute_dtype = compute_dtype or _wide(fq.dtype)
     q, k, v = (x.to(compute_dtype).transpose(1, 2) for x in (fq, fk, fv))

@@ -1,4 +1,7 @@
-"""Attention to named blocks: launches of both loop orders, forward and backward. Plain tensors in and out; no autograd."""
+"""Attention to named blocks: launches of both loop orders, forward and backward.
+
+Plain tensors in and out; no autograd.
+"""
 
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +22,11 @@ from tilewise.ops.nsa.kernels_selected_bwd import (
     nsa_selected_bwd_queries_kernel,
     nsa_selected_bwd_union_kernel,
 )
-from tilewise.ops.nsa.kernels_selected_fwd import nsa_selected_fwd_lists_kernel, nsa_selected_fwd_merge_kernel, nsa_selected_fwd_union_kernel
+from tilewise.ops.nsa.kernels_selected_fwd import (
+    nsa_selected_fwd_lists_kernel,
+    nsa_selected_fwd_merge_kernel,
+    nsa_selected_fwd_union_kernel,
+)
 
 # Which loop order: by keys (lists), by queries (unions), or whichever the device finds faster.
 Order = Literal["lists", "union", "either"]
@@ -29,7 +36,9 @@ MOST_BLOCKS = 2**31 - 1
 
 
 class Inputs(NamedTuple):
-    """One call's tensors and numbers; `causal` limits every named block to the keys up to the token, else only the token's own stretch."""
+    """One call's tensors and numbers; `causal` limits every named block to the keys up to the token, else only the
+    token's own stretch.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,7 +63,9 @@ class Inputs(NamedTuple):
         return configs.choose(kernel, self.width, self.q.element_size(), architecture(self.q.device))
 
     def union_tokens(self, kernel: configs.Kernel) -> int:
-        """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and more than one head a token."""
+        """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and
+        more than one head a token.
+        """
         group_p = power_of_2(self.group)
         tokens = self.config(kernel).block_m // group_p
         plain = self.named.own == 0 and self.sel_scale is None and self.causal
@@ -65,10 +76,15 @@ class Inputs(NamedTuple):
 
 
 def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
-    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a token can name."""
+    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a
+    token can name.
+    """
     blocks = -(-tokens // block_size)
     if blocks * parts >= MOST_BLOCKS // power_of_2(max(slots, configs.UNION_ENTRIES)):
-        raise ValueError(f"block_size is {block_size} and there are {tokens} tokens: more blocks than the index can number; take larger blocks")
+        raise ValueError(
+            f"block_size is {block_size} and there are {tokens} tokens: more blocks than the index can number; take"
+            " larger blocks"
+        )
     return blocks
 
 
@@ -84,13 +100,15 @@ def make_inputs(
     own: bool = False,
     causal: bool = True,
 ) -> Inputs:
-    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their own."""
+    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their
+    own.
+    """
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
     parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
-            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they be cut into equal parts of 16 "
-            "or more that do; take a multiple of 16, or backend='reference'"
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
+            " be cut into equal parts of 16 or more that do; take a multiple of 16, or backend='reference'"
         )
     blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
     if indices.dtype != torch.int32 or parts > 1:
@@ -142,7 +160,9 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
 
 
 def _positive(scale: float) -> dict[str, Any]:
-    """The forward takes a row's maximum before scaling, which wants a positive scale: its sign (or 0) is applied apart."""
+    """The forward takes a row's maximum before scaling, which wants a positive scale: its sign (or 0) is
+    applied apart.
+    """
     return {"scale_log2": (abs(scale) or 1.0) * flash.LOG2E, "SIGN": 1 if scale > 0 else -1 if scale < 0 else 0}
 
 
@@ -173,7 +193,12 @@ def _in_lists(inputs: Inputs, lists: index.Lists, first_tile: int, *rows: torch.
 def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config: configs.Config) -> dict[str, Any]:
     """What the kernels in query order take beside; keys through descriptors where they can be."""
     named = inputs.named
-    tma = config.tma and arguments["BLOCK_N"] == named.block_size and fits_descriptor(inputs.k) and fits_descriptor(inputs.v)
+    tma = (
+        config.tma
+        and arguments["BLOCK_N"] == named.block_size
+        and fits_descriptor(inputs.k)
+        and fits_descriptor(inputs.v)
+    )
     beside = {
         "blocks": unions.blocks,
         "bits": unions.bits,
@@ -187,14 +212,19 @@ def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config
         note(inputs.q, why.pointers, inputs.k, inputs.v, named.block_size, arguments["BLOCK_N"])
     if tma:
         rows = named.block_size
-        beside |= {"k": descriptor(inputs.k, rows, arguments["BLOCK_D"]), "v": descriptor(inputs.v, rows, arguments["BLOCK_DV"])}
+        beside |= {
+            "k": descriptor(inputs.k, rows, arguments["BLOCK_D"]),
+            "v": descriptor(inputs.v, rows, arguments["BLOCK_DV"]),
+        }
         beside |= {"k_strides": None, "v_strides": None}
     return beside
 
 
 def _flag(inputs: Inputs, unions: Unions, direction: Literal["fwd", "dq"]) -> torch.Tensor:
     """UNION or LISTS, int32 on the device: no one waits for it."""
-    return compute(_choose_order, unions.sizes, direction, inputs.named.slots, inputs.group, shape=(), dtype=torch.int32)
+    return compute(
+        _choose_order, unions.sizes, direction, inputs.named.slots, inputs.group, shape=(), dtype=torch.int32
+    )
 
 
 def _choose_order(sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
@@ -228,25 +258,36 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
             "num_warps": 4,
             "num_stages": 2,
         }
-        shared = {name: arguments[name] for name in ("flag", "WANTED", "n_heads", "n_tokens", "GROUP", "DV", "BLOCK_DV", "enable_fp_fusion")}
+        shared = {
+            name: arguments[name]
+            for name in ("flag", "WANTED", "n_heads", "n_tokens", "GROUP", "DV", "BLOCK_DV", "enable_fp_fusion")
+        }
         emit(
             o,
-            Launch(nsa_selected_fwd_lists_kernel, lists.most_segments, arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q)),
+            Launch(
+                nsa_selected_fwd_lists_kernel,
+                lists.most_segments,
+                arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q),
+            ),
             Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), shared | partial | merge),
         )
 
 
-# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are faster), and keys of one that
-# sums segments.
+# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are
+# faster), and keys of one that sums segments.
 MERGED_ROWS = 64 if interpreting() else 16
 SUMMED_ROWS = 64 if interpreting() else 8
 SUMMED_KEYS = 16
 
 
-def _forward_union(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, unions: Unions, flag: torch.Tensor | None) -> None:
+def _forward_union(
+    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, unions: Unions, flag: torch.Tensor | None
+) -> None:
     config = inputs.config("union_fwd")
     arguments = _arguments(inputs, config)
-    arguments |= _in_unions(inputs, unions, arguments, config) | _positive(inputs.scale) | {"o": o, "lse": lse, "flag": flag}
+    arguments |= (
+        _in_unions(inputs, unions, arguments, config) | _positive(inputs.scale) | {"o": o, "lse": lse, "flag": flag}
+    )
     emit(o, Launch(nsa_selected_fwd_union_kernel, unions.sizes.shape[0], arguments))
 
 
@@ -269,7 +310,9 @@ def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torc
 
 
 class Rows(NamedTuple):
-    """What a backward reads for each row of queries: the output's gradient, LSE in base 2 (+inf where the row saw nothing), and delta."""
+    """What a backward reads for each row of queries: the output's gradient, LSE in base 2 (+inf where the row saw
+    nothing), and delta.
+    """
 
     do: torch.Tensor
     lse_log2: torch.Tensor
@@ -277,14 +320,21 @@ class Rows(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """As the kernels take them."""
-        return {"do": self.do, "do_strides": row_strides(self.do.stride()), "lse_log2": self.lse_log2, "delta": self.delta}
+        return {
+            "do": self.do,
+            "do_strides": row_strides(self.do.stride()),
+            "lse_log2": self.lse_log2,
+            "delta": self.delta,
+        }
 
 
 def _prepare(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Rows:
     if do.stride(-1) != 1:
         do = do.contiguous()
     lse_log2, delta = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
-    dense = flash.make_inputs(inputs.q, inputs.k, inputs.v, inputs.named.cu, inputs.named.cu, True, -1, -1, inputs.scale, 0.0)
+    dense = flash.make_inputs(
+        inputs.q, inputs.k, inputs.v, inputs.named.cu, inputs.named.cu, True, -1, -1, inputs.scale, 0.0
+    )
     emit(o, flash.prepare_launch(dense, o, do, lse, dlse, delta, lse_log2))
     return Rows(do, lse_log2, delta)
 
@@ -303,11 +353,21 @@ def _backward_lists(
     segment = configs.segment_entries("backward" if dq is not None else "dkdv", inputs.group)
     dk, dv = sums
     arguments = (
-        _arguments(inputs, config) | rows.arguments() | {"flag": flag, "WANTED": wanted, "dk": dk, "dv": dv, "dsel": dsel, "scale": inputs.scale}
+        _arguments(inputs, config)
+        | rows.arguments()
+        | {
+            "flag": flag,
+            "WANTED": wanted,
+            "dk": dk,
+            "dv": dv,
+            "dsel": dsel,
+            "scale": inputs.scale,
+        }
     )
     rows_a_token = named.heads * inputs.group
     slots = named.tile_slots(named.block_size)
-    # What stays by entry: a row of dq for each head, or without it the index and a share of the sums that further segments leave aside.
+    # What stays by entry: a row of dq for each head, or without it the index and a share of the sums that further
+    # segments leave aside.
     shared = (dk.shape[-1] + dv.shape[-1]) * 4 * arguments["BLOCK_N"] // segment + 8
     by_entry = shared if dq is None else shared + inputs.group * dq.shape[-1] * dq.element_size()
     chunks = index.chunks(named, named.heads * named.slots * by_entry)
@@ -322,8 +382,31 @@ def _backward_lists(
     for chunk in chunks:
         lists = index.make_lists(named, chunk, segment, flag, wanted)
         names = ("flag", "WANTED", "n_heads", "enable_fp_fusion")
-        keys = {name: arguments[name] for name in (*names, "dk", "dv", "cu", "n_batch", "n_tokens", "D", "DV", "BLOCK_D", "BLOCK_DV", "BLOCK_SIZE")}
-        keys |= {"ends": lists.ends, "extras": lists.extras, "n_slots": slots, "BLOCK_N": block_n, "BLOCK_R": SUMMED_KEYS, "HEADS": 1, "num_warps": 4}
+        keys = {
+            name: arguments[name]
+            for name in (
+                *names,
+                "dk",
+                "dv",
+                "cu",
+                "n_batch",
+                "n_tokens",
+                "D",
+                "DV",
+                "BLOCK_D",
+                "BLOCK_DV",
+                "BLOCK_SIZE",
+            )
+        }
+        keys |= {
+            "ends": lists.ends,
+            "extras": lists.extras,
+            "n_slots": slots,
+            "BLOCK_N": block_n,
+            "BLOCK_R": SUMMED_KEYS,
+            "HEADS": 1,
+            "num_warps": 4,
+        }
         tokens = chunk.tiles * named.tile_tokens
         aside = {name: partial[name] for name in ("partial_dk", "partial_dv")}
         in_lists = _in_lists(inputs, lists, chunk.first_tile, inputs.q, rows.do)
@@ -354,9 +437,16 @@ def _backward_union(inputs: Inputs, rows: Rows, dq: torch.Tensor, unions: Unions
 
 
 def backward(
-    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, order: Order = "either"
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    order: Order = "either",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv in the inputs' dtype and contiguous; and sel_scale's gradient, fp32 by index head and slot, where there is one."""
+    """dq, dk, dv in the inputs' dtype and contiguous; and sel_scale's gradient, fp32 by index head and slot, where
+    there is one.
+    """
     q, k, v, named = inputs.q, inputs.k, inputs.v, inputs.named
     dq = q.new_empty(q.shape)
     acc_dk, acc_dv = (x.new_zeros((*x.shape[:-2], named.heads, x.shape[-1]), dtype=torch.float32) for x in (k, v))

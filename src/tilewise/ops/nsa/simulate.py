@@ -1,10 +1,13 @@
-"""The selected branch of native sparse attention tile by tile in torch, exactly as the kernels do it: one sequence, one index head, one program.
+"""The selected branch of native sparse attention tile by tile in torch, exactly as the kernels do it: one sequence, one
+index head, one program.
 
-A row is a token and one of the G query heads that share its choice, token by token: q [T, G, D], k [T, D], v [T, Dv], indices [T, S]. What tokens
-name is grouped here from the indices alone. Values come as (name, tensor), step by step; a number at the end of a name is its step. State is fp32,
-or fp64 for fp64 inputs; tiles of keys are padded with zeros as loads pad them, tiles of queries hold the rows that exist.
+A row is a token and one of the G query heads that share its choice, token by token: q [T, G, D], k [T, D], v [T, Dv],
+indices [T, S]. What tokens name is grouped here from the indices alone. Values come as (name, tensor), step by step; a
+number at the end of a name is its step. State is fp32, or fp64 for fp64 inputs; tiles of keys are padded with zeros as
+loads pad them, tiles of queries hold the rows that exist.
 
-The compressed branch is flash attention whose keys stand a stride apart: `compressed_options`, for the simulations of `ops.flash.simulate`.
+The compressed branch is flash attention whose keys stand a stride apart: `compressed_options`, for the simulations of
+`ops.flash.simulate`.
 """
 
 import math
@@ -21,7 +24,9 @@ Entry = tuple[int, int]
 
 
 def compressed_options(tokens: int, size: int, stride: int, scale: float) -> Options:
-    """The compressed branch as flash attention: window c is a key that stands at its last token, `c * stride + size - 1`."""
+    """The compressed branch as flash attention: window c is a key that stands at its last token,
+    `c * stride + size - 1`.
+    """
     return Options(scale, right=-min(size - 1, tokens), key_stride=stride)
 
 
@@ -43,7 +48,9 @@ class Tiling:
 
 
 def first_slots(indices: torch.Tensor, block_size: int) -> list[dict[int, int]]:
-    """For each token the blocks that it names and the slot that names each first; what is negative or lies past the sequence is no block."""
+    """For each token the blocks that it names and the slot that names each first; what is negative or lies past the
+    sequence is no block.
+    """
     blocks = -(-indices.shape[0] // block_size)
     result: list[dict[int, int]] = []
     for row in indices.tolist():
@@ -66,7 +73,10 @@ def union(indices: torch.Tensor, i_tile: int, tokens: int, block_size: int) -> l
 def lists(indices: torch.Tensor, block_size: int) -> list[list[Entry]]:
     """For each block the entries that name it, in the order of tokens, each token once."""
     named = first_slots(indices, block_size)
-    return [[(t, slots[block]) for t, slots in enumerate(named) if block in slots] for block in range(-(-len(named) // block_size))]
+    return [
+        [(t, slots[block]) for t, slots in enumerate(named) if block in slots]
+        for block in range(-(-len(named) // block_size))
+    ]
 
 
 class Segment(NamedTuple):
@@ -110,7 +120,9 @@ def _shift(m: torch.Tensor) -> torch.Tensor:
     return m.masked_fill(m == -math.inf, 0.0)
 
 
-def _tile_tokens(i_tile: int, group: int, tokens: int, tiling: Tiling, device: torch.device) -> tuple[slice, torch.Tensor]:
+def _tile_tokens(
+    i_tile: int, group: int, tokens: int, tiling: Tiling, device: torch.device
+) -> tuple[slice, torch.Tensor]:
     """The tokens of a tile in query order, and that of each row."""
     each = tiling.tokens(group)
     rows = slice(i_tile * each, min((i_tile + 1) * each, tokens))
@@ -120,7 +132,9 @@ def _tile_tokens(i_tile: int, group: int, tokens: int, tiling: Tiling, device: t
 def forward_union(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, i_tile: int, tiling: Tiling, scale: float
 ) -> Iterator[Named]:
-    """Query order, tile `i_tile` of tokens: Q; for each block i of its union K_i, S_i (masked), M_i, P_i, L_i, V_i, O_i; then O_final and LSE."""
+    """Query order, tile `i_tile` of tokens: Q; for each block i of its union K_i, S_i (masked), M_i, P_i, L_i, V_i,
+    O_i; then O_final and LSE.
+    """
     tokens, group, state = q.shape[0], q.shape[1], state_dtype(q)
     sign, factor = _units(scale)
     mine, token = _tile_tokens(i_tile, group, tokens, tiling, q.device)
@@ -169,9 +183,17 @@ def _tokens_of(part: Sequence[Entry], group: int, device: torch.device) -> torch
 
 
 def forward_lists(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entries: Sequence[Entry], block: int, tiling: Tiling, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    entries: Sequence[Entry],
+    block: int,
+    tiling: Tiling,
+    scale: float,
 ) -> Iterator[Named]:
-    """Key order, `entries` of one block's list: K, V; for each step Q_i, S_i (masked), M_i, P_i, L_i, O_i, a result over this block alone."""
+    """Key order, `entries` of one block's list: K, V; for each step Q_i, S_i (masked), M_i, P_i, L_i, O_i, a result
+    over this block alone.
+    """
     group, state = q.shape[1], state_dtype(q)
     sign, factor = _units(scale)
     b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
@@ -210,8 +232,17 @@ class Results(NamedTuple):
         return self.x.transpose(1, 2).flatten(0, 1), self.present.repeat_interleave(self.x.shape[2], 0)
 
 
-def by_entry(indices: torch.Tensor, found: Sequence[list[torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype, tiling: Tiling) -> Results:
-    """Results in `dtype` from those `found` of each list, step by step, [M, ...]; 0 where there is no entry. `shape` is (G, ...)."""
+def by_entry(
+    indices: torch.Tensor,
+    found: Sequence[list[torch.Tensor]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tiling: Tiling,
+) -> Results:
+    """Results in `dtype` from those `found` of each list, step by step, [M, ...]; 0 where there is no entry.
+
+    `shape` is (G, ...).
+    """
     x = torch.zeros(*indices.shape, *shape, dtype=dtype, device=indices.device)
     present = torch.zeros(indices.shape, dtype=torch.bool, device=indices.device)
     for entries, steps in zip(lists(indices, tiling.block_size), found, strict=True):
@@ -231,17 +262,25 @@ def partial_outputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, tiling: Tiling, scale: float
 ) -> tuple[Results, Results]:
     """What is left for the merge: outputs [T, S, G, Dv] in q's dtype, and LSEs [T, S, G] in base 2."""
-    found = [dict(forward_lists(q, k, v, entries, block, tiling, scale)) for block, entries in enumerate(lists(indices, tiling.block_size))]
+    found = [
+        dict(forward_lists(q, k, v, entries, block, tiling, scale))
+        for block, entries in enumerate(lists(indices, tiling.block_size))
+    ]
     outputs = [stepped(values, "O") for values in found]
-    lses = [[m + torch.log2(l) for m, l in zip(stepped(values, "M"), stepped(values, "L"), strict=True)] for values in found]
+    lses = [
+        [m + torch.log2(l) for m, l in zip(stepped(values, "M"), stepped(values, "L"), strict=True)] for values in found
+    ]
     group = q.shape[1]
-    return by_entry(indices, outputs, (group, v.shape[1]), q.dtype, tiling), by_entry(indices, lses, (group,), state_dtype(q), tiling)
+    return by_entry(indices, outputs, (group, v.shape[1]), q.dtype, tiling), by_entry(
+        indices, lses, (group,), state_dtype(q), tiling
+    )
 
 
 def merge(o: torch.Tensor, lse: torch.Tensor, present: torch.Tensor) -> Iterator[Named]:
     """Rows of tokens over their slots, o [R, S, Dv], lse and present [R, S].
 
-    LSE_part, M, L, LSE2 (base 2, over all slots); for each slot i O_part_i, W_i (its weight), O_i; then O_final and LSE.
+    LSE_part, M, L, LSE2 (base 2, over all slots); for each slot i O_part_i, W_i (its weight), O_i; then O_final and
+    LSE.
     """
     b_lse = lse.masked_fill(~present, -math.inf)
     m = b_lse.amax(1)
@@ -273,7 +312,8 @@ def backward_lists(
 ) -> Iterator[Named]:
     """Key order, `entries` of one block's list.
 
-    K, V; for each step Q_i, dO_i, LSE2_i, delta_i, S_i, P_i, dP_i, dS_i (as products take it), dV_i, dK_i (but for the scale), dQ_i.
+    K, V; for each step Q_i, dO_i, LSE2_i, delta_i, S_i, P_i, dP_i, dS_i (as products take it), dV_i, dK_i (but for the
+    scale), dQ_i.
     """
     group, state = q.shape[1], state_dtype(q)
     b_k, b_v = block_keys(k, block, tiling), block_keys(v, block, tiling)
@@ -329,7 +369,10 @@ def partial_gradients(
 ) -> Results:
     """What the programs in key order leave of dQ, [T, S, G, D] in q's dtype."""
     by_block = enumerate(lists(indices, tiling.block_size))
-    found = [stepped(dict(backward_lists(q, k, v, incoming, entries, block, tiling, scale)), "dQ") for block, entries in by_block]
+    found = [
+        stepped(dict(backward_lists(q, k, v, incoming, entries, block, tiling, scale)), "dQ")
+        for block, entries in by_block
+    ]
     return by_entry(indices, found, (q.shape[1], q.shape[2]), q.dtype, tiling)
 
 
@@ -359,7 +402,9 @@ def backward_union(
     tiling: Tiling,
     scale: float,
 ) -> Iterator[Named]:
-    """Query order, tile `i_tile` of tokens: Q, dO, LSE2, delta; for each block i of its union K_i, S_i, V_i, dP_i, P_i, dS_i, dQ_i; then dQ_final."""
+    """Query order, tile `i_tile` of tokens: Q, dO, LSE2, delta; for each block i of its union K_i, S_i, V_i, dP_i, P_i,
+    dS_i, dQ_i; then dQ_final.
+    """
     tokens, group, state = q.shape[0], q.shape[1], state_dtype(q)
     mine, token = _tile_tokens(i_tile, group, tokens, tiling, q.device)
     b_q, b_do, b_lse, b_delta = (x[mine].flatten(0, 1) for x in (q, *incoming))

@@ -1,4 +1,6 @@
-"""What the sizes of native sparse attention imply: how many windows and blocks there are, and where a packed sequence's windows begin."""
+"""What the sizes of native sparse attention imply: how many windows and blocks there are, and where a packed sequence's
+windows begin.
+"""
 
 from typing import NamedTuple
 
@@ -24,7 +26,9 @@ def window_count(tokens: int, size: int, stride: int) -> int:
 
 
 def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:
-    """Where the means of packed sequences begin, int32 [B + 1]: with room for one window a stride, so that no length is needed on the host."""
+    """Where the means of packed sequences begin, int32 [B + 1]: with room for one window a stride, so that no length is
+    needed on the host.
+    """
     # Offsets that were not checked must not lead out of bounds.
     return None if cu is None else (cu // stride).clamp(0, tokens // stride).to(torch.int32)
 

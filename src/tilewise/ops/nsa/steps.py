@@ -1,4 +1,6 @@
-"""The steps of native sparse attention on their own: `compressed_attention`, `select_blocks` and `selected_attention`."""
+"""The steps of native sparse attention on their own: `compressed_attention`, `select_blocks` and
+`selected_attention`.
+"""
 
 from typing import Any
 
@@ -25,25 +27,32 @@ def compressed_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query to the compressed windows that have ended: window c is seen by query t where `c·stride + size - 1 <= t`.
+    """Attention of each query to the compressed windows that have ended: window c is seen by query t where
+    `c·stride + size - 1 <= t`.
 
     Args:
-        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The last axis must be
-            contiguous, every other stride is free.
-        k_cmp: a key for each window, `[B, C, Hk, D]` with `C = max(0, (T - compress_size) // compress_stride + 1)`, or packed, those of all
-            sequences end to end. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
+            last axis must be contiguous, every other stride is free.
+        k_cmp: a key for each window, `[B, C, Hk, D]` with `C = max(0, (T - compress_size) // compress_stride + 1)`, or
+            packed, those of all sequences end to end. Hq must be a multiple of Hk: query head h reads key head
+            `h // (Hq // Hk)`.
         v_cmp: a value for each window, `[B, C, Hk, Dv]` or packed; Dv may differ from D.
-        compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a multiple of the stride.
+        compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a
+        multiple of the stride.
         scale: any finite number, by default `D ** -0.5`.
-        cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence may be empty.
+        cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence
+            may be empty.
         return_lse: also return the LSE.
-        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or raises, never falls back.
+        backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
+            raises, never falls back.
 
     Returns:
-        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the sum of exponentials,
-        fp32 `[B, Hq, T]` (or `[Hq, N]`), differentiable too. A query before the first window's end gives 0 and -inf, and gradients of 0.
+        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the
+        sum of exponentials, fp32 `[B, Hq, T]` (or `[Hq, N]`), differentiable too. A query before the first window's end
+        gives 0 and -inf, and gradients of 0.
 
-    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     arguments.check_compression(compress_size, compress_stride)
     backend = arguments.check_tensors({"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}, cu_seqlens, backend)
@@ -53,10 +62,18 @@ def compressed_attention(
     if backend == "reference":
         _check_window_values(q, k_cmp, cu_seqlens, compress_size, compress_stride)
         o, lse = reference.compressed_attention(
-            q, k_cmp, v_cmp, compress_size=compress_size, compress_stride=compress_stride, scale=scale, cu_seqlens=cu_seqlens
+            q,
+            k_cmp,
+            v_cmp,
+            compress_size=compress_size,
+            compress_stride=compress_stride,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
         )
     else:
-        o, lse = compressed_forward.call_checked((q, k_cmp, v_cmp, cu_seqlens), (compress_size, compress_stride, scale, backend))
+        o, lse = compressed_forward.call_checked(
+            (q, k_cmp, v_cmp, cu_seqlens), (compress_size, compress_stride, scale, backend)
+        )
     return (o, lse) if return_lse else o
 
 
@@ -75,20 +92,24 @@ def select_blocks(
     cu_seqlens: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The blocks that each query selects, by its attention to the compressed windows, which a block shares out by the tokens it has of them.
+    """The blocks that each query selects, by its attention to the compressed windows, which a block shares out by the
+    tokens it has of them.
 
     Args:
         q, k_cmp, compress_size, compress_stride, scale, cu_seqlens, backend: as in compressed_attention.
         block_size: tokens in a block, a multiple of compress_stride.
         block_count: how many blocks are selected, fewer only where there are fewer.
-        init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always selected; together at most
+        init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always
+        selected; together at most
             block_count.
 
     Returns:
-        int32 `[B, T, Hk, block_count]` (or `[N, Hk, block_count]`, counted from the sequence's own start): ascending, -1 at the end. The query
-        heads of one key head select together; blocks after the query's own never; of equal scores the lower index. Passes no gradient.
+        int32 `[B, T, Hk, block_count]` (or `[N, Hk, block_count]`, counted from the sequence's own start): ascending,
+        -1 at the end. The query heads of one key head select together; blocks after the query's own never; of equal
+        scores the lower index. Passes no gradient.
 
-    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     sizes = Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks)
     arguments.check_sizes(sizes)
@@ -118,20 +139,24 @@ def selected_attention(
     """Causal attention of each query to the keys of the blocks it is given, each key once.
 
     Args:
-        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The last axis must be
-            contiguous, every other stride is free.
-        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
+            last axis must be contiguous, every other stride is free.
+        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+            `h // (Hq // Hk)`.
         v: values `[B, T, Hk, Dv]` or `[N, Hk, Dv]`; Dv may differ from D.
-        block_indices: int32 or int64 `[B, T, Hk, S]` or `[N, Hk, S]`, counted from the sequence's own start, in any order: block j holds the
-            keys from `j · block_size` on. A repeated index counts once, -1 is skipped, and keys after the query take no part.
+        block_indices: int32 or int64 `[B, T, Hk, S]` or `[N, Hk, S]`, counted from the sequence's own start, in any
+            order: block j holds the keys from `j · block_size` on. A repeated index counts once, -1 is skipped, and
+            keys after the query take no part.
         block_size: tokens in a block; `triton` takes up to 128.
         scale, cu_seqlens, return_lse, backend: as in compressed_attention.
 
     Returns:
-        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the sum of exponentials,
-        fp32 `[B, Hq, T]` (or `[Hq, N]`), differentiable too. A query that sees no key gives 0 and -inf, and gradients of 0.
+        The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the
+        sum of exponentials, fp32 `[B, Hq, T]` (or `[Hq, N]`), differentiable too. A query that sees no key gives 0 and
+        -inf, and gradients of 0.
 
-    Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a synchronisation).
+    Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    synchronisation).
     """
     checks.check_whole(block_size, "block_size", 1)
     tensors = {"q": q, "k": k, "v": v}
@@ -144,7 +169,9 @@ def selected_attention(
     cu_seqlens, block_indices = contiguous(cu_seqlens), block_indices.contiguous()
     if backend == "reference":
         _check_selection(q, block_indices, cu_seqlens, block_size)
-        o, lse = reference.selected_attention(q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens)
+        o, lse = reference.selected_attention(
+            q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
+        )
     else:
         o, lse = selected_forward.call_checked((q, k, v, block_indices, cu_seqlens), (block_size, scale, backend))
     return (o, lse) if return_lse else o
@@ -174,14 +201,28 @@ def _check_selection(q: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | 
 
 
 def _run_compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int, scale: float, backend: str
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    size: int,
+    stride: int,
+    scale: float,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_window_values(q, k_cmp, cu, size, stride)
     return _plan_compressed_forward(q, k_cmp, v_cmp, cu, size, stride, scale, backend)
 
 
 def _plan_compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int, scale: float, backend: str
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    size: int,
+    stride: int,
+    scale: float,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     windows = given_windows(cu, k_cmp.shape[-3], size, stride)
     return KERNELS[backend].compressed_forward(q, k_cmp, v_cmp, cu, windows, size, stride, scale)
@@ -323,7 +364,14 @@ def _plan_selected_backward(
 
 
 def _fake_select(
-    q: torch.Tensor, k_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int, block_size: int, block_count: int, *_: Any
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    size: int,
+    stride: int,
+    block_size: int,
+    block_count: int,
+    *_: Any,
 ) -> Any:
     return torch.empty(*q.shape[:-2], k_cmp.shape[-2], block_count, dtype=torch.int32, device=q.device)
 
@@ -335,10 +383,15 @@ def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
     ctx.save_for_backward(q, k_cmp, v_cmp, *output, cu)
 
 
-def _differentiate_compressed(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate_compressed(
+    ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     q, k_cmp, v_cmp, o, lse, cu = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    return (*compressed_backward.call_checked((do, dlse, q, k_cmp, v_cmp, o, lse, cu), ctx.options), *(None,) * (1 + len(ctx.options)))
+    return (
+        *compressed_backward.call_checked((do, dlse, q, k_cmp, v_cmp, o, lse, cu), ctx.options),
+        *(None,) * (1 + len(ctx.options)),
+    )
 
 
 def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -348,23 +401,29 @@ def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, indices, *output, cu)
 
 
-def _differentiate_selected(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate_selected(
+    ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     q, k, v, indices, o, lse, cu = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    return (*selected_backward.call_checked((do, dlse, q, k, v, indices, o, lse, cu), ctx.options), *(None,) * (2 + len(ctx.options)))
+    return (
+        *selected_backward.call_checked((do, dlse, q, k, v, indices, o, lse, cu), ctx.options),
+        *(None,) * (2 + len(ctx.options)),
+    )
 
 
 _INCOMING = "Tensor do, Tensor? dlse"
 _WINDOWS = "SymInt compress_size, SymInt compress_stride"
 compressed_backward = register(
-    f"nsa_compressed_backward({_INCOMING}, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor o, Tensor lse, Tensor? cu, {_WINDOWS}, float scale,"
-    " str backend) -> (Tensor dq, Tensor dk_cmp, Tensor dv_cmp)",
+    f"nsa_compressed_backward({_INCOMING}, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor o, Tensor lse, Tensor? cu,"
+    f" {_WINDOWS}, float scale, str backend) -> (Tensor dq, Tensor dk_cmp, Tensor dv_cmp)",
     _run_compressed_backward,
     fake_gradients,
     plan=_plan_compressed_backward,
 )
 compressed_forward = register(
-    f"nsa_compressed_forward(Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor? cu, {_WINDOWS}, float scale, str backend) -> (Tensor o, Tensor lse)",
+    f"nsa_compressed_forward(Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor? cu, {_WINDOWS}, float scale, str backend) ->"
+    " (Tensor o, Tensor lse)",
     _run_compressed_forward,
     fake_outputs,
     _differentiate_compressed,
@@ -372,22 +431,22 @@ compressed_forward = register(
     plan=_plan_compressed_forward,
 )
 select = register(
-    f"nsa_select(Tensor q, Tensor k_cmp, Tensor? cu, {_WINDOWS}, SymInt block_size, SymInt block_count, SymInt init_blocks, SymInt local_blocks,"
-    " float scale, str backend) -> Tensor block_indices",
+    f"nsa_select(Tensor q, Tensor k_cmp, Tensor? cu, {_WINDOWS}, SymInt block_size, SymInt block_count, SymInt"
+    " init_blocks, SymInt local_blocks, float scale, str backend) -> Tensor block_indices",
     _run_select,
     _fake_select,
     plan=_plan_select,
 )
 selected_backward = register(
-    f"nsa_selected_backward({_INCOMING}, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, Tensor? cu, SymInt block_size,"
-    " float scale, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"nsa_selected_backward({_INCOMING}, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, Tensor?"
+    " cu, SymInt block_size, float scale, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
     _run_selected_backward,
     fake_gradients,
     plan=_plan_selected_backward,
 )
 selected_forward = register(
-    "nsa_selected_forward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? cu, SymInt block_size, float scale, str backend)"
-    " -> (Tensor o, Tensor lse)",
+    "nsa_selected_forward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? cu, SymInt block_size, float scale, str"
+    " backend) -> (Tensor o, Tensor lse)",
     _run_selected_forward,
     fake_outputs,
     _differentiate_selected,

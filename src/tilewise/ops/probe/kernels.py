@@ -1,4 +1,6 @@
-"""A small kernel that Triton 3.6 miscompiles on Hopper: tiles of 64 and of 32 channels side by side, plain and transposed products."""
+"""A small kernel that Triton 3.6 miscompiles on Hopper: tiles of 64 and of 32 channels side by side, plain and
+transposed products.
+"""
 
 import triton
 import triton.language as tl

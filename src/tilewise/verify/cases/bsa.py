@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.cases import hstu_mutants
+from tilewise.verify.cases import bsa_mutants
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
 from tilewise.verify.suite import Case, Suite
@@ -23,11 +23,13 @@ GATE_ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class Bsa(Problem):
-    """T tokens, or packed sequences of `lengths`; Dv is D where 0; `size` multiplies q; `gates` is all, none, or some joined by + (`cmp+swa`).
+    """T tokens, or packed sequences of `lengths`; Dv is D where 0; `size` multiplies q; `gates` is all, none, or some
+    joined by + (`cmp+swa`).
 
-    Layer norm takes back any factor that all channels of a token share. So with one head the gates' gradients are about zero, as q's and k's are with
-    one head and one token, and nothing could be told from them: take two heads or more, or `gates=none`. And it takes back what they have in common:
-    a fill by rule makes neighbours so alike that in the wider cases little more than rounding is left of some gradients, which verify then says.
+    Layer norm takes back any factor that all channels of a token share. So with one head the gates' gradients are about
+    zero, as q's and k's are with one head and one token, and nothing could be told from them: take two heads or more,
+    or `gates=none`. And it takes back what they have in common: a fill by rule makes neighbours so alike that in the
+    wider cases little more than rounding is left of some gradients, which verify then says.
     """
 
     outputs = ("o", "block_indices")
@@ -52,7 +54,9 @@ class Bsa(Problem):
         """Names of the gates that are tensors; the others are None."""
         names = {"all": GATES, "none": ()}.get(self.gates, tuple(self.gates.split("+")))
         if not set(names) <= set(GATES):
-            raise ValueError(f"there is no gate {self.gates!r}: expected all, none, or some of {', '.join(GATES)} joined by +")
+            raise ValueError(
+                f"there is no gate {self.gates!r}: expected all, none, or some of {', '.join(GATES)} joined by +"
+            )
         return tuple(f"g_{name}" for name in names)
 
     def tensors(self, fill: Fill) -> Tensors:
@@ -72,10 +76,19 @@ class Bsa(Problem):
             q, u = (cut(q, start), cut(u, start)) if self.lengths else (transposed(q), transposed(u))
             k = k.expand(*rows, -1) if shared else k
             v, gates = cut(v, start), {name: cut(gate, start) for name, gate in gates.items()}
-        return {"q": q, "k": k, "v": v, "u": u, **gates, **({"seq_offsets": cumulative(self.lengths)} if self.lengths else {})}
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "u": u,
+            **gates,
+            **({"seq_offsets": cumulative(self.lengths)} if self.lengths else {}),
+        }
 
     def options(self) -> dict[str, Any]:
-        """What must be given, gates of None too; the rest only where it differs from the defaults, so that an implementation may lack it."""
+        """What must be given, gates of None too; the rest only where it differs from the defaults, so that an
+        implementation may lack it.
+        """
         options: dict[str, Any] = {f"g_{name}": None for name in GATES if f"g_{name}" not in self._given_gates()}
         options |= {"block_counts": self.count, "block_size": self.block}
         options |= {"window_size": self.window} if self.window else {}
@@ -85,7 +98,9 @@ class Bsa(Problem):
     def axes(self) -> dict[str, str]:
         """Batch, tokens, heads, channels, and S chosen blocks; without the batch where packed."""
         batch = "" if self.lengths else "B"
-        tensors = dict.fromkeys(("q", "k", "v", "u", "o"), f"{batch}THD") | {f"g_{name}": f"{batch}TH" for name in GATES}
+        tensors = dict.fromkeys(("q", "k", "v", "u", "o"), f"{batch}THD") | {
+            f"g_{name}": f"{batch}TH" for name in GATES
+        }
         return tensors | {"block_indices": f"{batch}HTS"}
 
     def offsets(self) -> dict[str, str]:
@@ -108,10 +123,13 @@ class Bsa(Problem):
     def floor(self, name: str, _truth: Tensors, _inputs: Tensors) -> float:
         """What fp32 itself costs gradients.
 
-        A gate's is a sum over channels of which layer norm leaves the smaller part: roundings of what cancels show in the rest. Those of q and k hold
-        SiLU's slope, which changes by up to half of a score's error; and scores, of about 4 · size at the most, are kept to eps of themselves.
+        A gate's is a sum over channels of which layer norm leaves the smaller part: roundings of what cancels show in
+        the rest. Those of q and k hold SiLU's slope, which changes by up to half of a score's error; and scores, of
+        about 4 · size at the most, are kept to eps of themselves.
         """
-        roundings = {"dq": 2 * self.size, "dk": 2 * self.size}.get(name, GATE_ROUNDINGS if name.startswith("dg_") else 0)
+        roundings = {"dq": 2 * self.size, "dk": 2 * self.size}.get(
+            name, GATE_ROUNDINGS if name.startswith("dg_") else 0
+        )
         return roundings * torch.finfo(torch.float32).eps
 
     def _choice_shape(self) -> tuple[int, ...]:
@@ -130,7 +148,14 @@ class Bsa(Problem):
 
         def scores(compute_dtype: torch.dtype) -> torch.Tensor:
             q, k = (inputs[name].to(torch.promote_types(compute_dtype, inputs[name].dtype)) for name in "qk")
-            return choice_scores(q, k, block_size=self.block, scale=self.scale, seq_offsets=inputs.get("seq_offsets"), compute_dtype=compute_dtype)
+            return choice_scores(
+                q,
+                k,
+                block_size=self.block,
+                scale=self.scale,
+                seq_offsets=inputs.get("seq_offsets"),
+                compute_dtype=compute_dtype,
+            )
 
         truth, eager = scores(torch.float64), scores(dtype)
         if bool((eager[eager.isfinite()].abs() >= torch.finfo(dtype).max).any()):
@@ -140,8 +165,21 @@ class Bsa(Problem):
         wrong = compare_choices(actual, truth[..., own, :, :], eager[..., own, :, :])
         if wrong:
             return wrong + _whose(actual, truth, eager, own)
-        differing = (actual != actual[..., own, :, :]).flatten(-2).any(-1).reshape(-1, self.H).any(0).nonzero().flatten().tolist()
-        return f"head {differing[0]} must take head {own[differing[0]]}'s blocks (interleave), and does not" if differing else ""
+        differing = (
+            (actual != actual[..., own, :, :])
+            .flatten(-2)
+            .any(-1)
+            .reshape(-1, self.H)
+            .any(0)
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
+        return (
+            f"head {differing[0]} must take head {own[differing[0]]}'s blocks (interleave), and does not"
+            if differing
+            else ""
+        )
 
     def given_choice(self, choices: Tensors) -> dict[str, torch.Tensor]:
         """The blocks as they were chosen, for the reference to attend."""
@@ -150,7 +188,9 @@ class Bsa(Problem):
 
 
 def _between_0_and_1(gate: torch.Tensor) -> torch.Tensor:
-    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule says."""
+    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule
+    says.
+    """
     return gate if bool(((gate >= 0) & (gate <= 1)).all()) else gate.sigmoid()
 
 
@@ -206,8 +246,16 @@ CASES = (
     _case("strided", "transposed q and u, an expanded k, a cut v, cut gates", B=2, T=35, layout="mixed", window=9),
     _case("strided-aligned", "the same on lines of 16 bytes, D 72", B=2, T=56, D=72, layout="mixed-aligned", window=9),
     _case("packed", "lengths 0, 37, 1, 0, 49 of one batch", lengths=(0, 37, 1, 0, 49), Dv=24),
-    # Lengths at which no token's compressed branch is nearly zero: layer norm would divide by that, and one element's luck in rounding decide.
-    _case("packed-window", "packed, a window of 9 keys, each head by itself", lengths=(20, 0, 3, 51), window=9, count=3, interleave=False),
+    # Lengths at which no token's compressed branch is nearly zero: layer norm would divide by that, and one element's
+    # luck in rounding decide.
+    _case(
+        "packed-window",
+        "packed, a window of 9 keys, each head by itself",
+        lengths=(20, 0, 3, 51),
+        window=9,
+        count=3,
+        interleave=False,
+    ),
     _case("packed-strided", "packed, cut out of wider tensors", lengths=(17, 0, 33), window=9, layout="mixed"),
     _case("packed-empty", "packed, and not one token", lengths=(0, 0)),
     _case("d-80", "D 80", T=100, D=80, block=32, window=20),
@@ -220,8 +268,8 @@ CASES = (
 def draw(draw: Callable[[Any], Any]) -> Bsa:
     """A problem of any shape, small enough to interpret.
 
-    With fewer heads, channels or tokens, all channels of a token may happen to lie near zero, and layer norm magnifies what is lost there, in eager
-    torch by chance less than elsewhere: no measure of what may be lost.
+    With fewer heads, channels or tokens, all channels of a token may happen to lie near zero, and layer norm magnifies
+    what is lost there, in eager torch by chance less than elsewhere: no measure of what may be lost.
     """
     from hypothesis import strategies as st
 
@@ -245,4 +293,4 @@ def draw(draw: Callable[[Any], Any]) -> Bsa:
     )
 
 
-SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=hstu_mutants.BSA)
+SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=bsa_mutants.BSA)

@@ -16,7 +16,9 @@ LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
 
 @dataclass(frozen=True)
 class Flash(Problem):
-    """T queries and Tk keys (T where 0), or packed sequences of `lengths`; Hk and Dv are H and D where 0; `size` multiplies q."""
+    """T queries and Tk keys (T where 0), or packed sequences of `lengths`; Hk and Dv are H and D where 0; `size`
+    multiplies q.
+    """
 
     outputs = ("o", "lse")
     exact = ("lse",)
@@ -47,7 +49,13 @@ class Flash(Problem):
             q = fill("q", (sum(self.lengths), self.H, self.D), self.size)
             k = fill("k", (sum(lengths_k), kv_heads, self.D), 1.0)
             v = fill("v", (sum(lengths_k), kv_heads, values), 1.0)
-            return {"q": q, "k": k, "v": v, "cu_seqlens_q": cumulative(self.lengths), "cu_seqlens_k": cumulative(lengths_k)}
+            return {
+                "q": q,
+                "k": k,
+                "v": v,
+                "cu_seqlens_q": cumulative(self.lengths),
+                "cu_seqlens_k": cumulative(lengths_k),
+            }
         mixed = self.layout.startswith("mixed")
         q = fill("q", (self.B, self.T, self.H, self.D), self.size)
         k = fill("k", (1 if mixed else self.B, keys, kv_heads, self.D), 1.0)
@@ -74,7 +82,13 @@ class Flash(Problem):
         """Queries and results by the queries' offsets, keys and values by theirs."""
         if not self.lengths:
             return {}
-        return {"q": "cu_seqlens_q", "o": "cu_seqlens_q", "lse": "cu_seqlens_q", "k": "cu_seqlens_k", "v": "cu_seqlens_k"}
+        return {
+            "q": "cu_seqlens_q",
+            "o": "cu_seqlens_q",
+            "lse": "cu_seqlens_q",
+            "k": "cu_seqlens_k",
+            "v": "cu_seqlens_k",
+        }
 
     @property
     def width(self) -> int:
@@ -97,16 +111,20 @@ class Flash(Problem):
         if self.H % (self.Hk or self.H):
             raise ValueError(f"H={self.H} is not a multiple of Hk={self.Hk}")
         if len(self.window) not in (0, 2) or min(self.window, default=0) < -1:
-            raise ValueError(f"window={'/'.join(map(str, self.window))}: expected two limits, such as 19/0, -1 for none")
+            raise ValueError(
+                f"window={'/'.join(map(str, self.window))}: expected two limits, such as 19/0, -1 for none"
+            )
         if self.lengths_k and len(self.lengths_k) != len(self.lengths):
             raise ValueError("lengths and lengths_k must name the same number of sequences")
         if self.layout not in LAYOUTS:
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
 
     def floor(self, name: str, truth: Tensors, inputs: Tensors) -> float:
-        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that into a relative error.
+        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that
+        into a relative error.
 
-        Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay.
+        Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping
+        probabilities, does not pay.
         """
         eps = torch.finfo(torch.float32).eps
         scale = self.D**-0.5 if self.scale is None else abs(self.scale)
@@ -119,12 +137,15 @@ class Flash(Problem):
         return score if name in self.outputs else score + eps * largest
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
-        """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does, with the other sign.
+        """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE
+        does, with the other sign.
 
         Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
         """
         products = truth["o"] * incoming["o"]
-        lost = ((truth["o"].to(dtype).double() - truth["o"]) * incoming["o"]).sum(-1) + torch.finfo(torch.float32).eps * products.abs().sum(-1)
+        lost = ((truth["o"].to(dtype).double() - truth["o"]) * incoming["o"]).sum(-1) + torch.finfo(
+            torch.float32
+        ).eps * products.abs().sum(-1)
         return {"o": torch.zeros_like(truth["o"]), "lse": lost.transpose(-1, -2)}
 
 
@@ -160,10 +181,34 @@ CASES = (
     _case("one-channel", "D 1, Dv 1", T=33, D=1),
     _case("large-logits", "logits up to about ±1e4", T=65, size=2500.0, causal=True),
     _case("strided", "a transposed q, an expanded k, a cut v", B=2, T=51, H=4, layout="mixed", causal=True),
-    _case("strided-long", "300 keys, the same on lines of 16 bytes", B=2, T=70, Tk=300, D=64, layout="mixed-aligned", causal=True),
-    _case("strided-aligned", "300 keys, transposed q and k, a cut v on lines of 16 bytes", B=2, T=70, Tk=300, D=64, layout="transposed", causal=True),
+    _case(
+        "strided-long",
+        "300 keys, the same on lines of 16 bytes",
+        B=2,
+        T=70,
+        Tk=300,
+        D=64,
+        layout="mixed-aligned",
+        causal=True,
+    ),
+    _case(
+        "strided-aligned",
+        "300 keys, transposed q and k, a cut v on lines of 16 bytes",
+        B=2,
+        T=70,
+        Tk=300,
+        D=64,
+        layout="transposed",
+        causal=True,
+    ),
     _case("packed", "lengths 0, 70, 1, 0, 33 of one batch", lengths=(0, 70, 1, 0, 33), H=4, Hk=2, causal=True),
-    _case("packed-cross", "packed, queries and keys of different lengths", lengths=(5, 0, 66, 9), lengths_k=(70, 3, 0, 40), causal=True),
+    _case(
+        "packed-cross",
+        "packed, queries and keys of different lengths",
+        lengths=(5, 0, 66, 9),
+        lengths_k=(70, 3, 0, 40),
+        causal=True,
+    ),
     _case("packed-window", "packed, a window of 9 keys", lengths=(40, 0, 3, 71), window=(8, 0)),
     _case("d-80", "D 80", T=150, D=80, causal=True),
     _case("d-96-dv-128", "D 96, Dv 128", T=150, D=96, Dv=128, causal=True),
@@ -172,63 +217,199 @@ CASES = (
     _case("d-256", "D 256, a window on both sides", T=150, H=1, D=256, window=(70, 20)),
     _case("packed-128", "packed, D 128", lengths=(130, 0, 257, 1), H=2, Hk=1, D=128, causal=True),
     _case("long-128", "513 tokens, D 128, 2 query heads for a key head", T=513, H=4, Hk=2, D=128, causal=True),
-    _case("long-empty", "causal, Tq 600 > Tk 333, scale -0.3: whole tiles of rows see no key", T=600, Tk=333, D=72, scale=-0.3, causal=True),
     _case(
-        "long-window", "450 queries, 700 keys, a window on both sides, softcap, 2 query heads for a key head",
-        T=450, Tk=700, H=2, Hk=1, D=96, window=(150, 40), softcap=5.0,
+        "long-empty",
+        "causal, Tq 600 > Tk 333, scale -0.3: whole tiles of rows see no key",
+        T=600,
+        Tk=333,
+        D=72,
+        scale=-0.3,
+        causal=True,
     ),
     _case(
-        "long-packed", "packed, long and short, queries and keys apart, D 80, Dv 128",
-        lengths=(300, 0, 1, 450), lengths_k=(310, 5, 60, 300), H=4, Hk=2, D=80, Dv=128, causal=True,
+        "long-window",
+        "450 queries, 700 keys, a window on both sides, softcap, 2 query heads for a key head",
+        T=450,
+        Tk=700,
+        H=2,
+        Hk=1,
+        D=96,
+        window=(150, 40),
+        softcap=5.0,
     ),
-)  # fmt: skip
+    _case(
+        "long-packed",
+        "packed, long and short, queries and keys apart, D 80, Dv 128",
+        lengths=(300, 0, 1, 450),
+        lengths_k=(310, 5, 60, 300),
+        H=4,
+        Hk=2,
+        D=80,
+        Dv=128,
+        causal=True,
+    ),
+)
 
 _KEEP_RIGHT = "o_n <= o_m + (off + right)"
 _KEEP_LEFT = "o_n >= o_m + (off - left)"
 _STORE_DK = "store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
 _STORE_DV = "store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
-_SWAP_DK, _SWAP_DV = _STORE_DV.replace("(dv, dv_strides", "(dk, dk_strides"), _STORE_DK.replace("(dk, dk_strides", "(dv, dv_strides")
+_SWAP_DK, _SWAP_DV = (
+    _STORE_DV.replace("(dv, dv_strides", "(dk, dk_strides"),
+    _STORE_DK.replace("(dk, dk_strides", "(dv, dv_strides"),
+)
 
 MUTANTS = (
-    Mutant("forgotten-rescale", "earlier sums keep the old maximum", "flash.kernels_fwd", "acc = acc * rescale[:, None]", "acc = acc"),
-    Mutant("sum-not-rescaled", "the running sum keeps the old maximum", "_tile.softmax", "l_new = l * rescale +", "l_new = l +"),
+    Mutant(
+        "forgotten-rescale",
+        "earlier sums keep the old maximum",
+        "flash.kernels_fwd",
+        "acc = acc * rescale[:, None]",
+        "acc = acc",
+    ),
+    Mutant(
+        "sum-not-rescaled",
+        "the running sum keeps the old maximum",
+        "_tile.softmax",
+        "l_new = l * rescale +",
+        "l_new = l +",
+    ),
     Mutant("causal-short", "a query does not see itself", "_tile.mask", _KEEP_RIGHT, "o_n < o_m + (off + right)"),
     Mutant("causal-long", "a query sees the next key", "_tile.mask", _KEEP_RIGHT, "o_n <= o_m + (off + right + 1)"),
     Mutant("causal-top-left", "the mask is aligned at the top left", "_tile.mask", _KEEP_RIGHT, "o_n <= o_m + right"),
     Mutant("window-short", "the window's oldest key is lost", "_tile.mask", _KEEP_LEFT, "o_n > o_m + (off - left)"),
-    Mutant("window-long", "the window reaches one key too far", "_tile.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"),
+    Mutant(
+        "window-long", "the window reaches one key too far", "_tile.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"
+    ),
     Mutant("tail-unmasked", "keys past the end take part", "_tile.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"),
     Mutant(
-        "tail-skipped", "the last, partial key tile is not read", "_tile.mask",
-        "high = n_keys full_high", "high = n_keys // BLOCK_N * BLOCK_N\n    full_high",
+        "tail-skipped",
+        "the last, partial key tile is not read",
+        "_tile.mask",
+        "high = n_keys full_high",
+        "high = n_keys // BLOCK_N * BLOCK_N\n    full_high",
     ),
     Mutant(
-        "diagonal-unmasked", "tiles on the diagonal count as whole", "_tile.mask",
-        "full_high = tl.minimum(n_keys, keys_before(i_m + 1", "full_high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M",
+        "diagonal-unmasked",
+        "tiles on the diagonal count as whole",
+        "_tile.mask",
+        "full_high = tl.minimum(n_keys, keys_before(i_m + 1",
+        "full_high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M",
     ),
-    Mutant("wrong-kv-head", "query heads take key heads in turn", "flash.kernels_fwd", "i_h // group", "i_h % (n_heads // group)"),
-    Mutant("wrong-kv-head-dq", "the same, in dQ alone", "flash.kernels_bwd", "i_h // group", "i_h % (n_heads // group)"),
-    Mutant("missing-scale", "scores are not scaled", "flash.kernels_fwd", "m, l, scale_log2, MASKED", "m, l, 1.4426950408889634, MASKED"),
-    Mutant("sign-ignored", "a negative scale acts as a positive one", "flash.kernels_fwd", "b_q = (b_q * SIGN).to(b_q.dtype)", "b_q = b_q"),
-    Mutant("lse-in-log2", "the LSE is a logarithm to base 2", "_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)"),
-    Mutant("softcap-ignored", "scores are not capped", "_tile.softmax", "b_s = tanh(b_s * score_scale)", "b_s = b_s * score_scale"),
-    Mutant("softcap-gradient", "the cap's derivative is dropped", "_tile.softmax", "b_ds = b_ds * (1.0 - b_s * b_s)", "b_ds = b_ds"),
-    Mutant("empty-row-nan", "a row that sees nothing divides 0 by 0", "_tile.softmax", "seen = l != 0.0", "seen = l >= 0.0"),
-    Mutant("empty-row-shift", "-inf minus -inf", "_tile.softmax", 'shift = tl.where(m_new == float("-inf"), 0.0, m_new)', "shift = m_new"),
     Mutant(
-        "low-precision-sum", "the output is summed in the inputs' precision", "flash.kernels_fwd",
-        "return acc, m, l", "return acc.to(b_v.dtype).to(tl.float32), m, l",
+        "wrong-kv-head",
+        "query heads take key heads in turn",
+        "flash.kernels_fwd",
+        "i_h // group",
+        "i_h % (n_heads // group)",
     ),
-    Mutant("dk-dv-swapped", "dk holds dv and dv holds dk", "flash.kernels_bwd", f"{_STORE_DK} {_STORE_DV}", f"{_SWAP_DV}; {_SWAP_DK}"),
-    Mutant("delta-dropped", "softmax's second gradient term is dropped", "_tile.softmax", "b_ds = b_p * (b_dp - b_delta)", "b_ds = b_p * b_dp"),
-    Mutant("lse-gradient", "the LSE's incoming gradient is ignored", "_tile.delta", "b_delta -= tl.load", "b_delta -= 0.0 * tl.load"),
+    Mutant(
+        "wrong-kv-head-dq", "the same, in dQ alone", "flash.kernels_bwd", "i_h // group", "i_h % (n_heads // group)"
+    ),
+    Mutant(
+        "missing-scale",
+        "scores are not scaled",
+        "flash.kernels_fwd",
+        "m, l, scale_log2, MASKED",
+        "m, l, 1.4426950408889634, MASKED",
+    ),
+    Mutant(
+        "sign-ignored",
+        "a negative scale acts as a positive one",
+        "flash.kernels_fwd",
+        "b_q = (b_q * SIGN).to(b_q.dtype)",
+        "b_q = b_q",
+    ),
+    Mutant(
+        "lse-in-log2",
+        "the LSE is a logarithm to base 2",
+        "_tile.softmax",
+        "(m + tl.log2(l)) * 0.6931471805599453",
+        "m + tl.log2(l)",
+    ),
+    Mutant(
+        "softcap-ignored",
+        "scores are not capped",
+        "_tile.softmax",
+        "b_s = tanh(b_s * score_scale)",
+        "b_s = b_s * score_scale",
+    ),
+    Mutant(
+        "softcap-gradient",
+        "the cap's derivative is dropped",
+        "_tile.softmax",
+        "b_ds = b_ds * (1.0 - b_s * b_s)",
+        "b_ds = b_ds",
+    ),
+    Mutant(
+        "empty-row-nan", "a row that sees nothing divides 0 by 0", "_tile.softmax", "seen = l != 0.0", "seen = l >= 0.0"
+    ),
+    Mutant(
+        "empty-row-shift",
+        "-inf minus -inf",
+        "_tile.softmax",
+        'shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+        "shift = m_new",
+    ),
+    Mutant(
+        "low-precision-sum",
+        "the output is summed in the inputs' precision",
+        "flash.kernels_fwd",
+        "return acc, m, l",
+        "return acc.to(b_v.dtype).to(tl.float32), m, l",
+    ),
+    Mutant(
+        "dk-dv-swapped",
+        "dk holds dv and dv holds dk",
+        "flash.kernels_bwd",
+        f"{_STORE_DK} {_STORE_DV}",
+        f"{_SWAP_DV}; {_SWAP_DK}",
+    ),
+    Mutant(
+        "delta-dropped",
+        "softmax's second gradient term is dropped",
+        "_tile.softmax",
+        "b_ds = b_p * (b_dp - b_delta)",
+        "b_ds = b_p * b_dp",
+    ),
+    Mutant(
+        "lse-gradient",
+        "the LSE's incoming gradient is ignored",
+        "_tile.delta",
+        "b_delta -= tl.load",
+        "b_delta -= 0.0 * tl.load",
+    ),
     Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels_bwd", "acc_dq * scale", "acc_dq"),
     Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels_bwd", "acc_dk * scale", "acc_dk"),
-    Mutant("group-sum-lost", "dK and dV of one query head of the group alone", "flash.kernels_bwd", "i_hk * group + group)", "i_hk * group + 1)"),
-    Mutant("backward-unmasked", "dK and dV see masked pairs", "flash.kernels_bwd", "KEY_STRIDE), b_pT, 0.0)", "KEY_STRIDE), b_pT, b_pT)"),
-    Mutant("packed-start", "every sequence starts at token 0", "_tile.varlen", "start, n_rows = sequence_bounds", "_, n_rows = sequence_bounds"),
-    Mutant("store-past-end", "one row past the last is written", "_tile.load", "< rows[5])[:, None]", "<= rows[5])[:, None]"),
-)  # fmt: skip
+    Mutant(
+        "group-sum-lost",
+        "dK and dV of one query head of the group alone",
+        "flash.kernels_bwd",
+        "i_hk * group + group)",
+        "i_hk * group + 1)",
+    ),
+    Mutant(
+        "backward-unmasked",
+        "dK and dV see masked pairs",
+        "flash.kernels_bwd",
+        "KEY_STRIDE), b_pT, 0.0)",
+        "KEY_STRIDE), b_pT, b_pT)",
+    ),
+    Mutant(
+        "packed-start",
+        "every sequence starts at token 0",
+        "_tile.varlen",
+        "start, n_rows = sequence_bounds",
+        "_, n_rows = sequence_bounds",
+    ),
+    Mutant(
+        "store-past-end",
+        "one row past the last is written",
+        "_tile.load",
+        "< rows[5])[:, None]",
+        "<= rows[5])[:, None]",
+    ),
+)
 
 
 def draw(draw: Callable[[Any], Any]) -> Flash:
@@ -247,7 +428,11 @@ def draw(draw: Callable[[Any], Any]) -> Flash:
         D=draw(st.integers(1, 64)),
         Dv=draw(st.none() | st.integers(1, 64)),
         lengths=lengths,
-        lengths_k=tuple(draw(st.lists(st.integers(0, 90), min_size=len(lengths), max_size=len(lengths)))) if draw(st.booleans()) else (),
+        lengths_k=(
+            tuple(draw(st.lists(st.integers(0, 90), min_size=len(lengths), max_size=len(lengths))))
+            if draw(st.booleans())
+            else ()
+        ),
         causal=draw(st.booleans()),
         window=draw(st.just(()) | st.tuples(limit, limit)),
         softcap=draw(st.sampled_from((0.0, 5.0, 30.0))),

@@ -16,7 +16,8 @@ LAYOUTS = ("plain", "mixed", "mixed-aligned")
 
 @dataclass(frozen=True)
 class Hstu(Problem):
-    """Packed sequences of `lengths`, the last `targets` tokens of each targets, the first `context` of each context; `attn` is max_attn_len.
+    """Packed sequences of `lengths`, the last `targets` tokens of each targets, the first `context` of each context;
+    `attn` is max_attn_len.
 
     Dv is D where 0, max_seq_len the longest length where 0; `size` multiplies q.
     """
@@ -49,7 +50,9 @@ class Hstu(Problem):
         return {"q": q, "k": k, "v": v, "seq_offsets": cumulative(self.lengths), **targets}
 
     def options(self) -> dict[str, Any]:
-        """max_seq_len; the rest only where it differs from the defaults, so that an implementation may lack what a case does not use."""
+        """max_seq_len; the rest only where it differs from the defaults, so that an implementation may lack what a case
+        does not use.
+        """
         options: dict[str, Any] = {"max_seq_len": self.max_seq_len or max(1, *self.lengths)}
         options |= {} if self.causal else {"causal": False}
         options |= {"max_attn_len": self.attn} if self.attn else {}
@@ -80,8 +83,16 @@ class Hstu(Problem):
 
     def check(self) -> None:
         """Sizes that an attention can have."""
-        if not self.lengths or min(self.lengths) < 0 or self.H < 1 or not 1 <= self.D <= 256 or not 1 <= (self.Dv or self.D) <= 256:
-            raise ValueError("expected at least one length, none of them negative, heads at least 1, channels from 1 to 256")
+        if (
+            not self.lengths
+            or min(self.lengths) < 0
+            or self.H < 1
+            or not 1 <= self.D <= 256
+            or not 1 <= (self.Dv or self.D) <= 256
+        ):
+            raise ValueError(
+                "expected at least one length, none of them negative, heads at least 1, channels from 1 to 256"
+            )
         if self.targets and len(self.targets) != len(self.lengths):
             raise ValueError("lengths and targets must name the same number of sequences")
         if any(not 0 <= count <= length for count, length in zip(self.targets, self.lengths, strict=False)):
@@ -96,7 +107,8 @@ class Hstu(Problem):
     def floor(self, name: str, _truth: Tensors, inputs: Tensors) -> float:
         """What fp32 itself costs the gradients of q and k.
 
-        A score is a sum that fp32 rounds by up to eps · alpha · |q| |k|, however small it comes out; SiLU's slope changes by half of that.
+        A score is a sum that fp32 rounds by up to eps · alpha · |q| |k|, however small it comes out; SiLU's slope
+        changes by half of that.
         """
         if name not in ("dq", "dk"):
             return 0.0
@@ -120,9 +132,23 @@ _EIGHT = (512, 300, 77, 450, 1, 0, 512, 129)
 CASES = (
     _case("small", "lengths 40 and 24, H 4, D 16, Dv 32", lengths=(40, 24), H=4, D=16, Dv=32),
     _case("medium", "lengths 128 and 70, H 8, D 32, Dv 64, targets", lengths=(128, 70), targets=(10, 3), **_SIZES),
-    _case("large", "4 lengths to 256, H 8, D 32, Dv 64, targets", lengths=(256, 131, 0, 200), targets=(20, 5, 0, 9), **_SIZES),
-    _case("xl", "8 lengths to 512, H 8, D 32, Dv 64, targets", lengths=_EIGHT, targets=(40, 20, 7, 0, 1, 0, 512, 9), **_SIZES),
-    _case("xxl", "16 lengths to 1024, H 8, D 32, Dv 64", lengths=(*_EIGHT, *(2 * length for length in _EIGHT)), **_SIZES),
+    _case(
+        "large",
+        "4 lengths to 256, H 8, D 32, Dv 64, targets",
+        lengths=(256, 131, 0, 200),
+        targets=(20, 5, 0, 9),
+        **_SIZES,
+    ),
+    _case(
+        "xl",
+        "8 lengths to 512, H 8, D 32, Dv 64, targets",
+        lengths=_EIGHT,
+        targets=(40, 20, 7, 0, 1, 0, 512, 9),
+        **_SIZES,
+    ),
+    _case(
+        "xxl", "16 lengths to 1024, H 8, D 32, Dv 64", lengths=(*_EIGHT, *(2 * length for length in _EIGHT)), **_SIZES
+    ),
     _case("no-tokens", "sequences and not one token", lengths=(0, 0), D=8, targets=(0, 0)),
     _case("one-token", "one token, which sees itself", lengths=(1,), D=8),
     _case("block-1", "length 63, one less than a tile", lengths=(63,)),
@@ -132,9 +158,17 @@ CASES = (
     _case("empty-sequences", "lengths 0, 33, 0, 0, 17, 0", lengths=(0, 33, 0, 0, 17, 0)),
     _case("full", "not causal: every token sees every token", lengths=(70, 33), causal=False),
     _case("targets", "7, 0 and 3 targets", lengths=(70, 33, 9), targets=(7, 0, 3)),
-    _case("targets-full", "not causal, with targets, which see what comes before them", lengths=(66, 20), targets=(6, 1), causal=False),
+    _case(
+        "targets-full",
+        "not causal, with targets, which see what comes before them",
+        lengths=(66, 20),
+        targets=(6, 1),
+        causal=False,
+    ),
     _case("targets-many", "70 targets, more than a tile, after 10 tokens", lengths=(80,), targets=(70,), H=1),
-    _case("all-targets", "one sequence is targets throughout: each sees itself alone", lengths=(20, 33), targets=(20, 4)),
+    _case(
+        "all-targets", "one sequence is targets throughout: each sees itself alone", lengths=(20, 33), targets=(20, 4)
+    ),
     _case("attn-1", "the key before a query and its own", lengths=(66, 1), attn=1),
     _case("attn", "20 keys before a query", lengths=(90, 33), attn=20),
     _case("attn-full", "not causal, 9 keys on both sides", lengths=(77, 5), attn=9, causal=False),
@@ -143,7 +177,9 @@ CASES = (
     _case("context", "5 contextual tokens, which see all", lengths=(70, 12), context=5),
     _case("context-full", "not causal, context and a limit", lengths=(70, 12), context=5, attn=4, causal=False),
     _case("context-1", "one contextual token", lengths=(35,), context=1),
-    _case("context-long", "sequences shorter than their context, as long, and longer", lengths=(2, 4, 5, 6, 30), context=5),
+    _case(
+        "context-long", "sequences shorter than their context, as long, and longer", lengths=(2, 4, 5, 6, 30), context=5
+    ),
     _case(
         "context-targets",
         "context and targets that overlap: where none is between them, a token sees itself",
@@ -152,24 +188,62 @@ CASES = (
         targets=(4, 6, 4, 3),
     ),
     _case("all", "context, targets and a limit", lengths=(80, 0, 41), context=6, targets=(8, 0, 5), attn=11),
-    _case("all-full", "not causal, context, targets and a limit", lengths=(41, 0, 70), context=6, targets=(5, 0, 8), attn=11, causal=False),
+    _case(
+        "all-full",
+        "not causal, context, targets and a limit",
+        lengths=(41, 0, 70),
+        context=6,
+        targets=(5, 0, 8),
+        attn=11,
+        causal=False,
+    ),
     _case("odd-channels", "D 40, Dv 24", lengths=(65,), D=40, Dv=24),
     _case("wide-values", "D 8, Dv 48", lengths=(33, 20), D=8, Dv=48),
     _case("one-channel", "D 1, Dv 1", lengths=(33,), D=1),
     _case("large-logits", "logits up to about ±100", lengths=(65,), size=25.0),
     _case("alpha", "alpha 0.7, max_seq_len 300", lengths=(50, 30), alpha=0.7, max_seq_len=300),
     _case("negative-alpha", "alpha -0.3", lengths=(65,), alpha=-0.3),
-    _case("strided", "q with heads first, one head of keys for all, a cut v", lengths=(40, 3, 29), H=4, targets=(4, 0, 2), layout="mixed"),
-    _case("strided-aligned", "the same on lines of 16 bytes", lengths=(40, 3, 29), H=4, context=3, layout="mixed-aligned"),
-    _case("many-short", "12 sequences of up to 7 tokens", lengths=(3, 0, 7, 1, 2, 5) * 2, targets=(1, 0, 2, 1, 0, 3) * 2),
-    _case("d-80", "D 80, context, targets and a limit", lengths=(150, 0, 33), D=80, context=6, targets=(20, 0, 5), attn=40),
+    _case(
+        "strided",
+        "q with heads first, one head of keys for all, a cut v",
+        lengths=(40, 3, 29),
+        H=4,
+        targets=(4, 0, 2),
+        layout="mixed",
+    ),
+    _case(
+        "strided-aligned", "the same on lines of 16 bytes", lengths=(40, 3, 29), H=4, context=3, layout="mixed-aligned"
+    ),
+    _case(
+        "many-short", "12 sequences of up to 7 tokens", lengths=(3, 0, 7, 1, 2, 5) * 2, targets=(1, 0, 2, 1, 0, 3) * 2
+    ),
+    _case(
+        "d-80", "D 80, context, targets and a limit", lengths=(150, 0, 33), D=80, context=6, targets=(20, 0, 5), attn=40
+    ),
     _case("d-64-dv-128", "D 64, Dv 128, not causal", lengths=(100, 65), D=64, Dv=128, causal=False),
     _case("d-128", "D 128, targets", lengths=(130, 0, 257, 1), H=4, D=128, targets=(9, 0, 70, 1)),
     _case("d-192-dv-256", "D 192, Dv 256", lengths=(130,), H=1, D=192, Dv=256),
     _case("d-256", "D 256, a limit", lengths=(150, 40), H=1, D=256, attn=70),
-    _case("strided-128", "D 128, q with heads first, one head of keys for all, a cut v", lengths=(151, 70), D=128, layout="mixed-aligned"),
-    _case("many-short-128", "80 sequences of up to 40 tokens, D 128", lengths=(40, 0, 17, 3, 33, 1, 12, 25) * 10, D=128),
-    _case("long", "length 1500, D 72, context, targets and a limit", lengths=(1500, 20), H=1, D=72, context=70, targets=(130, 2), attn=300),
+    _case(
+        "strided-128",
+        "D 128, q with heads first, one head of keys for all, a cut v",
+        lengths=(151, 70),
+        D=128,
+        layout="mixed-aligned",
+    ),
+    _case(
+        "many-short-128", "80 sequences of up to 40 tokens, D 128", lengths=(40, 0, 17, 3, 33, 1, 12, 25) * 10, D=128
+    ),
+    _case(
+        "long",
+        "length 1500, D 72, context, targets and a limit",
+        lengths=(1500, 20),
+        H=1,
+        D=72,
+        context=70,
+        targets=(130, 2),
+        attn=300,
+    ),
     _case("long-full", "length 1300, D 72, not causal", lengths=(1300,), H=1, D=72, causal=False),
 )
 

@@ -8,13 +8,14 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.cases import hstu_mutants
+from tilewise.verify.cases import bsa_mutants
 from tilewise.verify.cases.bsa import GATE_ROUNDINGS
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut
 from tilewise.verify.suite import Case, Suite
 
 LAYOUTS = ("plain", "cut")
-# The best block's score for a query of length 1, and how much better one block is than the next: far more than rounding in 16 bits.
+# The best block's score for a query of length 1, and how much better one block is than the next: far more than rounding
+# in 16 bits.
 BEST, RATIO = 4.0, 2.0**0.5
 # With more, the worst scores would be lost beside what rounding leaves of the other channels.
 MAX_BLOCKS = 12
@@ -22,13 +23,15 @@ MAX_BLOCKS = 12
 
 @dataclass(frozen=True)
 class HstuBsa(Problem):
-    """Packed sequences of `lengths`, padded to `n` (0: to the longest); Dv is D where 0; `layout` cut takes q, k, v and u out of wider tensors.
+    """Packed sequences of `lengths`, padded to `n` (0: to the longest); Dv is D where 0; `layout` cut takes q, k, v and
+    u out of wider tensors.
 
-    The choice of blocks is not returned, so that it cannot be judged, and inputs leave no doubt about it. Two channels decide. In each of them all
-    keys of a block hold the same number, and no two blocks of a head numbers that are near each other; the other channels of a block's keys have
-    mean 0; and each query is 0 in one of the two, so that queries of a head choose by two different orders. Gates are made of q times weights, which
-    are inputs like the others: what reaches their gradient has come through the gates. Each sequence has weights of its own, for a sum over all of
-    them would change with their order.
+    The choice of blocks is not returned, so that it cannot be judged, and inputs leave no doubt about it. Two channels
+    decide. In each of them all keys of a block hold the same number, and no two blocks of a head numbers that are near
+    each other; the other channels of a block's keys have mean 0; and each query is 0 in one of the two, so that queries
+    of a head choose by two different orders. Gates are made of q times weights, which are inputs like the others: what
+    reaches their gradient has come through the gates. Each sequence has weights of its own, for a sum over all of them
+    would change with their order.
     """
 
     outputs = ("attn_output", "padded_q", "padded_k")
@@ -80,12 +83,20 @@ class HstuBsa(Problem):
 
     def options(self) -> dict[str, Any]:
         """Sizes; the window only where there is one, so that an implementation may lack it."""
-        options = {"num_heads": self.H, "attention_dim": self.D, "linear_dim": self.values, "block_counts": self.count, "block_size": self.block}
+        options = {
+            "num_heads": self.H,
+            "attention_dim": self.D,
+            "linear_dim": self.values,
+            "block_counts": self.count,
+            "block_size": self.block,
+        }
         return options | ({"window_size": self.window} if self.window else {})
 
     def axes(self) -> dict[str, str]:
         """Tokens and channels, those of all heads together; padded: batch, tokens, heads, channels."""
-        tensors = dict.fromkeys(("q", "k", "v", "u", "attn_output"), "TD") | dict.fromkeys(("padded_q", "padded_k"), "BTHD")
+        tensors = dict.fromkeys(("q", "k", "v", "u", "attn_output"), "TD") | dict.fromkeys(
+            ("padded_q", "padded_k"), "BTHD"
+        )
         return tensors | {"invalid_attn_mask": "B??", "gate_weights": "B?HD"}
 
     def offsets(self) -> dict[str, str]:
@@ -111,12 +122,17 @@ class HstuBsa(Problem):
         if self.n and self.n < longest:
             raise ValueError(f"n={self.n}: expected 0 or at least the longest sequence's {longest} tokens")
         if self.D < 2 or self.block < 1 or longest // self.block > MAX_BLOCKS:
-            raise ValueError(f"D={self.D},block={self.block}: expected 2 channels or more, and at most {MAX_BLOCKS} whole blocks in a sequence")
+            raise ValueError(
+                f"D={self.D},block={self.block}: expected 2 channels or more, and at most {MAX_BLOCKS} whole blocks in"
+                " a sequence"
+            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
 
     def floor(self, name: str, _truth: Tensors, _inputs: Tensors) -> float:
-        """What fp32 itself costs gradients, as in block-sparse attention's own problem; the weights' come through the gates'."""
+        """What fp32 itself costs gradients, as in block-sparse attention's own problem; the weights' come through the
+        gates'.
+        """
         roundings = {"dq": 2, "dk": 2, "dgate_weights": GATE_ROUNDINGS}.get(name, 0)
         return roundings * torch.finfo(torch.float32).eps
 
@@ -124,14 +140,18 @@ class HstuBsa(Problem):
 class _GateModel:
     """Maps padded_q [B, n, H, D] to three gates [B, n, H] between 0 and 1, by weights [B, 3, H, D].
 
-    By sums, products and quotients alone: a CPU's sigmoid differs in the last bit with the place in memory, so with the order of the batch.
+    By sums, products and quotients alone: a CPU's sigmoid differs in the last bit with the place in memory, so with the
+    order of the batch.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
         self._weights = weights
 
     def __call__(self, padded_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(0.5 + 0.5 * torch.nn.functional.softsign((padded_q * weight[:, None]).sum(-1)) for weight in self._weights.unbind(1))
+        return tuple(
+            0.5 + 0.5 * torch.nn.functional.softsign((padded_q * weight[:, None]).sum(-1))
+            for weight in self._weights.unbind(1)
+        )
 
 
 def _case(name: str, about: str, **parameters: Any) -> Case:
@@ -141,11 +161,31 @@ def _case(name: str, about: str, **parameters: Any) -> Case:
 _WIDE: dict[str, Any] = {"H": 8, "D": 32, "Dv": 64, "block": 32}
 
 CASES = (
-    _case("small", "one sequence of 57 tokens padded to 64, H 4, D 16, Dv 32, blocks of 16", lengths=(57,), n=64, Dv=32),
+    _case(
+        "small", "one sequence of 57 tokens padded to 64, H 4, D 16, Dv 32, blocks of 16", lengths=(57,), n=64, Dv=32
+    ),
     _case("medium", "128 and 77 tokens, H 8, D 32, Dv 64, blocks of 32", lengths=(128, 77), **_WIDE),
-    _case("large", "256, 100, 0 and 181 tokens, H 8, D 32, Dv 64, blocks of 32", lengths=(256, 100, 0, 181), count=4, **_WIDE),
-    _case("xl", "8 sequences of up to 384 tokens, H 8, D 32, Dv 64", lengths=(384, 200, 0, 371, 64, 1, 300, 129), count=4, **_WIDE),
-    _case("xxl", "8 sequences of up to 1024 tokens, blocks of 128", lengths=(1024, 700, 0, 999, 64, 1, 300, 129), count=4, **_WIDE | {"block": 128}),
+    _case(
+        "large",
+        "256, 100, 0 and 181 tokens, H 8, D 32, Dv 64, blocks of 32",
+        lengths=(256, 100, 0, 181),
+        count=4,
+        **_WIDE,
+    ),
+    _case(
+        "xl",
+        "8 sequences of up to 384 tokens, H 8, D 32, Dv 64",
+        lengths=(384, 200, 0, 371, 64, 1, 300, 129),
+        count=4,
+        **_WIDE,
+    ),
+    _case(
+        "xxl",
+        "8 sequences of up to 1024 tokens, blocks of 128",
+        lengths=(1024, 700, 0, 999, 64, 1, 300, 129),
+        count=4,
+        **_WIDE | {"block": 128},
+    ),
     _case("no-tokens", "two empty sequences", lengths=(0, 0), n=8),
     _case("no-padding", "two empty sequences, padded to nothing", lengths=(0, 0)),
     _case("one-token", "sequences of one token", lengths=(1,) * 3),
@@ -167,7 +207,9 @@ CASES = (
 
 
 def draw(draw: Callable[[Any], Any]) -> HstuBsa:
-    """A problem of any shape, small enough to interpret; heads, channels and tokens enough for layer norm, as in block-sparse attention's own."""
+    """A problem of any shape, small enough to interpret; heads, channels and tokens enough for layer norm, as in
+    block-sparse attention's own.
+    """
     from hypothesis import strategies as st
 
     lengths = (*draw(st.lists(st.integers(0, 90), max_size=3)), draw(st.integers(40, 90)))
@@ -184,4 +226,4 @@ def draw(draw: Callable[[Any], Any]) -> HstuBsa:
     )
 
 
-SUITE = Suite(HstuBsa, CASES, growth=HstuBsa(lengths=(64,), H=2, block=32), draw=draw, mutants=hstu_mutants.HSTU_BSA)
+SUITE = Suite(HstuBsa, CASES, growth=HstuBsa(lengths=(64,), H=2, block=32), draw=draw, mutants=bsa_mutants.HSTU_BSA)

@@ -20,11 +20,12 @@ GATES = ("cmp", "slc", "swa")
 class Nsa(Sequences):
     """`compress` and `stride` of the windows, `count` blocks of `block` keys, a window of `window` keys.
 
-    `gates` is all, or some joined by + (`cmp+swa`): the others are None, which leaves their branches out. `learned` gives k_cmp and v_cmp, `given`
-    gives the blocks, drawn at random.
+    `gates` is all, or some joined by + (`cmp+swa`): the others are None, which leaves their branches out. `learned`
+    gives k_cmp and v_cmp, `given` gives the blocks, drawn at random.
 
-    Where every query sees one key alone, as with one token, q's and k's gradients are zero by definition, and a backward that starts from outputs as
-    they are stored leaves the rounding of two numbers that should cancel: take `scale=0` there, or more tokens.
+    Where every query sees one key alone, as with one token, q's and k's gradients are zero by definition, and a
+    backward that starts from outputs as they are stored leaves the rounding of two numbers that should cancel: take
+    `scale=0` there, or more tokens.
     """
 
     compress: int = 8
@@ -60,7 +61,9 @@ class Nsa(Sequences):
         """Names of the gates that are tensors; the others are None."""
         names = GATES if self.gates == "all" else tuple(self.gates.split("+"))
         if not set(names) <= set(GATES):
-            raise ValueError(f"there is no gate {self.gates!r}: expected all, or some of {', '.join(GATES)} joined by +")
+            raise ValueError(
+                f"there is no gate {self.gates!r}: expected all, or some of {', '.join(GATES)} joined by +"
+            )
         return tuple(f"g_{name}" for name in names)
 
     def tensors(self, fill: Fill) -> Tensors:
@@ -71,15 +74,24 @@ class Nsa(Sequences):
             tensors[name] = gate if self.layout == "plain" else cut(gate, self.cut_at)
         if self.learned:
             counts = [window_count(tokens, self.compress, self.stride) for tokens in self.tokens()]
-            tensors |= self.keys_and_values(fill, ("k_cmp", "v_cmp"), (sum(counts),) if self.lengths else (self.B, counts[0]))
+            tensors |= self.keys_and_values(
+                fill, ("k_cmp", "v_cmp"), (sum(counts),) if self.lengths else (self.B, counts[0])
+            )
         if self.given:
             tensors["block_indices"] = self.blocks_by_pattern("random", self.block, self.count)
         return tensors | self.cu_seqlens()
 
     def options(self) -> dict[str, Any]:
-        """Sizes and gates of None; init and local blocks and the scale where they are not the defaults, so that an implementation may lack them."""
+        """Sizes and gates of None; init and local blocks and the scale where they are not the defaults, so that an
+        implementation may lack them.
+        """
         options: dict[str, Any] = {f"g_{name}": None for name in GATES if f"g_{name}" not in self._given_gates()}
-        options |= {"compress_size": self.compress, "compress_stride": self.stride, "block_size": self.block, "block_count": self.count}
+        options |= {
+            "compress_size": self.compress,
+            "compress_stride": self.stride,
+            "block_size": self.block,
+            "block_count": self.count,
+        }
         options |= {"window_size": self.window, **self.scaling()}
         options |= {} if self.init == 1 else {"init_blocks": self.init}
         return options | ({} if self.local == 2 else {"local_blocks": self.local})
@@ -87,7 +99,9 @@ class Nsa(Sequences):
     def axes(self) -> dict[str, str]:
         """Batch, tokens or windows, heads, channels, and S blocks; without the batch where packed."""
         gates = {f"g_{name}": "BTH" for name in GATES}
-        return self.letters(q="BTHD", k="BTHD", v="BTHD", k_cmp="BTHD", v_cmp="BTHD", o="BTHD", block_indices="BTHS", **gates)
+        return self.letters(
+            q="BTHD", k="BTHD", v="BTHD", k_cmp="BTHD", v_cmp="BTHD", o="BTHD", block_indices="BTHS", **gates
+        )
 
     def offsets(self) -> dict[str, str]:
         """Where packed, everything by the same offsets; none with learned windows, whose own offsets are no input."""
@@ -99,13 +113,15 @@ class Nsa(Sequences):
         check_windows(self.compress, self.stride, block=self.block)
         if self.window < 1 or self.count < 1 or min(self.init, self.local) < 0 or self.init + self.local > self.count:
             raise ValueError(
-                f"window={self.window},count={self.count},init={self.init},local={self.local}: expected a window and a count of at least 1, "
-                "and init + local blocks, not negative, of at most count"
+                f"window={self.window},count={self.count},init={self.init},local={self.local}: expected a window and a"
+                " count of at least 1, and init + local blocks, not negative, of at most count"
             )
         self._given_gates()
 
     def floor(self, name: str, _truth: Tensors, inputs: Tensors) -> float:
-        """What fp32 costs the scores; gradients pay for LSEs too, each at most the largest score and the logarithm of its keys."""
+        """What fp32 costs the scores; gradients pay for LSEs too, each at most the largest score and the logarithm of
+        its keys.
+        """
         score = self.score_error(inputs, "k", *(("k_cmp",) if self.learned else ()))
         longest = max(self.tokens(), default=0)
         return score if name in self.outputs else 2 * score + EPS * torch.tensor(max(longest, 1)).log().item()
@@ -145,11 +161,17 @@ class Nsa(Sequences):
     def given_choice(self, choices: Tensors) -> dict[str, torch.Tensor]:
         """The blocks as they were chosen, for the reference to attend."""
         chosen = choices.get("block_indices")
-        return {"block_indices": chosen} if chosen is not None and not self.given and tuple(chosen.shape) == self._choice_shape() else {}
+        return (
+            {"block_indices": chosen}
+            if chosen is not None and not self.given and tuple(chosen.shape) == self._choice_shape()
+            else {}
+        )
 
 
 def _between_0_and_1(gate: torch.Tensor) -> torch.Tensor:
-    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule says."""
+    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule
+    says.
+    """
     return gate if bool(((gate >= 0) & (gate <= 1)).all()) else gate.sigmoid()
 
 
@@ -164,36 +186,161 @@ CASES = (
     _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 4 blocks of 8", H=4, Hk=2, D=16, Dv=32),
     _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16", B=2, T=128, block=16, **_SIZES),
     _case("large", "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32", B=2, T=256, block=32, window=64, **_SIZES),
-    _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 5 blocks of 32", B=8, T=512, block=32, count=5, window=128, **_SIZES),
-    _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64", B=16, T=1024, block=64, count=8, window=256, **_SIZES),
+    _case(
+        "xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 5 blocks of 32", B=8, T=512, block=32, count=5, window=128, **_SIZES
+    ),
+    _case(
+        "xxl",
+        "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64",
+        B=16,
+        T=1024,
+        block=64,
+        count=8,
+        window=256,
+        **_SIZES,
+    ),
     _case("no-tokens", "T 0", T=0, D=8),
     _case("one-token", "T 1: one key, and no window; scale 0", T=1, D=8, H=4, Hk=2, scale=0.0),
-    _case("short", "T 5, shorter than a window; 3 query heads a key head, nothing selected", T=5, H=3, Hk=1, D=8, Dv=3, window=3, gates="cmp+swa"),
-    _case("odd-length", "T 61, 3 query heads a key head, D 12, Dv 5, windows of 12", T=61, H=3, Hk=1, D=12, Dv=5, compress=12, block=16),
-    _case("choice-alone", "selected blocks alone, of which the own one is forced", T=70, H=4, Hk=2, gates="slc", init=0, local=1, count=3),
-    _case("mqa-16", "16 query heads, one key head; scale 0, where blocks tie", T=25, H=16, Hk=1, D=8, block=4, local=1, count=3, window=7, scale=0.0),
+    _case(
+        "short",
+        "T 5, shorter than a window; 3 query heads a key head, nothing selected",
+        T=5,
+        H=3,
+        Hk=1,
+        D=8,
+        Dv=3,
+        window=3,
+        gates="cmp+swa",
+    ),
+    _case(
+        "odd-length",
+        "T 61, 3 query heads a key head, D 12, Dv 5, windows of 12",
+        T=61,
+        H=3,
+        Hk=1,
+        D=12,
+        Dv=5,
+        compress=12,
+        block=16,
+    ),
+    _case(
+        "choice-alone",
+        "selected blocks alone, of which the own one is forced",
+        T=70,
+        H=4,
+        Hk=2,
+        gates="slc",
+        init=0,
+        local=1,
+        count=3,
+    ),
+    _case(
+        "mqa-16",
+        "16 query heads, one key head; scale 0, where blocks tie",
+        T=25,
+        H=16,
+        Hk=1,
+        D=8,
+        block=4,
+        local=1,
+        count=3,
+        window=7,
+        scale=0.0,
+    ),
     _case("large-logits", "logits up to about ±50; no sliding window", T=65, H=2, Hk=1, size=12.0, gates="cmp+slc"),
-    _case("strided", "transposed q, expanded k, cut v and gates; scale -0.3", B=2, T=35, H=2, Hk=1, layout="mixed", local=1, count=3, scale=-0.3),
-    _case("learned", "learned windows; more blocks may be selected than there are", T=50, H=2, Hk=1, learned=True, count=9, window=100),
-    _case("packed", "lengths 0, 29, 1, 0, 14 of one batch, blocks of 4", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=4, local=1, count=3),
+    _case(
+        "strided",
+        "transposed q, expanded k, cut v and gates; scale -0.3",
+        B=2,
+        T=35,
+        H=2,
+        Hk=1,
+        layout="mixed",
+        local=1,
+        count=3,
+        scale=-0.3,
+    ),
+    _case(
+        "learned",
+        "learned windows; more blocks may be selected than there are",
+        T=50,
+        H=2,
+        Hk=1,
+        learned=True,
+        count=9,
+        window=100,
+    ),
+    _case(
+        "packed",
+        "lengths 0, 29, 1, 0, 14 of one batch, blocks of 4",
+        lengths=(0, 29, 1, 0, 14),
+        H=2,
+        Hk=1,
+        Dv=24,
+        block=4,
+        local=1,
+        count=3,
+    ),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
-    _case("group-6", "6 query heads, one key head, D 80, windows wider than a block", T=150, H=6, Hk=1, D=80, compress=32, stride=8, block=16),
-    _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=300, H=4, Hk=1, D=96, Dv=128, compress=24, stride=12, block=48, window=50),
+    _case(
+        "group-6",
+        "6 query heads, one key head, D 80, windows wider than a block",
+        T=150,
+        H=6,
+        Hk=1,
+        D=80,
+        compress=32,
+        stride=8,
+        block=16,
+    ),
+    _case(
+        "block-48",
+        "blocks of 48, D 96, Dv 128",
+        B=2,
+        T=300,
+        H=4,
+        Hk=1,
+        D=96,
+        Dv=128,
+        compress=24,
+        stride=12,
+        block=48,
+        window=50,
+    ),
     _case("block-128", "blocks of 128, D 128", T=600, H=2, Hk=1, D=128, block=128, window=200, **_PAPER),
     _case("many-blocks", "9 of 32 blocks of 16, D 72", T=500, H=4, Hk=1, D=72, block=16, count=9, window=130, **_PAPER),
     _case("no-compression", "the window and the selected blocks, D 72", T=200, H=4, Hk=2, D=72, gates="slc+swa"),
     _case("given", "given blocks, D 72", T=200, H=4, Hk=2, D=72, given=True),
     _case("nothing-forced", "no block is forced, D 72", T=200, H=4, Hk=2, D=72, init=0, local=0, count=3),
     _case("d-256", "D 192, Dv 256", T=130, H=2, Hk=1, D=192, Dv=256, block=32),
-    _case("strided-aligned", "on lines of 16 bytes, D 128, learned windows", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned", learned=True),
+    _case(
+        "strided-aligned",
+        "on lines of 16 bytes, D 128, learned windows",
+        B=2,
+        T=151,
+        H=4,
+        Hk=2,
+        D=128,
+        layout="mixed-aligned",
+        learned=True,
+    ),
     _case("packed-128", "packed, D 128", lengths=(130, 0, 257, 31, 1), H=4, Hk=2, D=128, block=32, window=40, **_PAPER),
-    _case("packed-learned", "packed, cut out of wider tensors, learned windows, D 72", lengths=(17, 0, 49, 7), D=72, layout="mixed", learned=True),
+    _case(
+        "packed-learned",
+        "packed, cut out of wider tensors, learned windows, D 72",
+        lengths=(17, 0, 49, 7),
+        D=72,
+        layout="mixed",
+        learned=True,
+    ),
     _case("packed-empty", "packed, and not one token, D 72", lengths=(0, 0), D=72),
 )
 
 
 def draw(draw: Callable[[Any], Any]) -> Nsa:
-    """A problem of any shape, small enough to interpret; long enough, in keys that a query sees, for gradients that are no mere rounding."""
+    """A problem of any shape, small enough to interpret; long enough, in keys that a query sees, for gradients that are
+    no mere rounding.
+    """
     from hypothesis import strategies as st
 
     stride, init, local = draw(st.sampled_from((1, 4, 8))), draw(st.integers(0, 2)), draw(st.integers(0, 2))
@@ -213,4 +360,10 @@ def draw(draw: Callable[[Any], Any]) -> Nsa:
     )
 
 
-SUITE = Suite(Nsa, CASES, growth=Nsa(T=256, H=1, block=64, count=3, gates="cmp+slc", **_PAPER), draw=draw, mutants=nsa_mutants.WHOLE)
+SUITE = Suite(
+    Nsa,
+    CASES,
+    growth=Nsa(T=256, H=1, block=64, count=3, gates="cmp+slc", **_PAPER),
+    draw=draw,
+    mutants=nsa_mutants.WHOLE,
+)

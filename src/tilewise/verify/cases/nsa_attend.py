@@ -18,10 +18,12 @@ UNREAD = 1 << 20
 
 @dataclass(frozen=True)
 class NsaAttend(Attention):
-    """T queries, each over its own block (where `own`) and `count` selected blocks of `block` keys, some named more than once.
+    """T queries, each over its own block (where `own`) and `count` selected blocks of `block` keys, some named more
+    than once.
 
-    `among` limits which are named to the first so many (0: all); `mask` is random, all or none; `apart` names blocks for each query head, not for
-    each key head; `scaled` gives sel_scale, with some zeros in it; `window` asks for the sliding window too.
+    `among` limits which are named to the first so many (0: all); `mask` is random, all or none; `apart` names blocks
+    for each query head, not for each key head; `scaled` gives sel_scale, with some zeros in it; `window` asks for the
+    sliding window too.
     """
 
     exact = ("lse", "lse_win")
@@ -70,7 +72,9 @@ class NsaAttend(Attention):
         return tensors | {"sel_scale": cut(factor, self.cut_at) if mixed else factor}
 
     def options(self) -> dict[str, Any]:
-        """The block size, and what differs from the defaults, so that an implementation may lack what a case does not use."""
+        """The block size, and what differs from the defaults, so that an implementation may lack what a case does not
+        use.
+        """
         options: dict[str, Any] = {"block_size": self.block}
         options |= {} if self.own else {"include_block_causal": False}
         return options | ({"return_sliding_window_out": True} if self.window else {})
@@ -85,16 +89,23 @@ class NsaAttend(Attention):
         super().check()
         if self.block < 1 or min(self.count, self.among) < 0:
             raise ValueError(
-                f"block={self.block},count={self.count},among={self.among}: expected blocks of at least 1, and no negative number of them"
+                f"block={self.block},count={self.count},among={self.among}: expected blocks of at least 1, and no"
+                " negative number of them"
             )
         if self.mask not in MASKS:
             raise ValueError(f"there is no mask {self.mask!r}: expected one of {', '.join(MASKS)}")
 
     def floor(self, name: str, truth: Tensors, inputs: Tensors) -> float:
         """What fp32 costs the scores, the largest of which sel_scale makes larger, and gradients the LSE."""
-        factor = max(1.0, inputs["sel_scale"].abs().max().item()) if self.scaled and inputs["sel_scale"].numel() else 1.0
+        factor = (
+            max(1.0, inputs["sel_scale"].abs().max().item()) if self.scaled and inputs["sel_scale"].numel() else 1.0
+        )
         score = EPS * self.D**-0.5 * longest(inputs["fq"]) * longest(inputs["fk"]) * factor
-        lse = truth[name] if name.startswith("lse") else torch.cat([x.flatten() for key, x in truth.items() if key.startswith("lse")])
+        lse = (
+            truth[name]
+            if name.startswith("lse")
+            else torch.cat([x.flatten() for key, x in truth.items() if key.startswith("lse")])
+        )
         return softmax_floor(name, score, lse, name not in self.outputs)
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
@@ -109,33 +120,207 @@ def _case(name: str, about: str, **parameters: Any) -> Case:
 
 
 _SIZES: dict[str, Any] = {"H": 8, "Hk": 2, "D": 32, "Dv": 64, "scaled": True, "window": True}
-_507: dict[str, Any] = {"B": 4, "T": 507, "H": 4, "Hk": 2, "D": 64, "block": 32, "count": 6, "among": 2, "scaled": True, "window": True}
+_507: dict[str, Any] = {
+    "B": 4,
+    "T": 507,
+    "H": 4,
+    "Hk": 2,
+    "D": 64,
+    "block": 32,
+    "count": 6,
+    "among": 2,
+    "scaled": True,
+    "window": True,
+}
 
 CASES = (
-    _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 3 blocks of 16, sel_scale, the window", H=4, Hk=2, D=16, Dv=32, scaled=True, window=True),
-    _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16, sel_scale, the window", B=2, T=128, count=4, **_SIZES),
-    _case("large", "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, sel_scale, the window", B=2, T=256, block=32, count=4, **_SIZES),
-    _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, sel_scale, the window", B=8, T=512, block=32, count=8, **_SIZES),
-    _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64, sel_scale, the window", B=16, T=1024, block=64, count=8, **_SIZES),
-    _case("nsa-507", "B 4, T 507, H 4, Hk 2, D 64, blocks of 32, 6 named out of the first two, sel_scale, the window", **_507),
+    _case(
+        "small",
+        "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 3 blocks of 16, sel_scale, the window",
+        H=4,
+        Hk=2,
+        D=16,
+        Dv=32,
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "medium",
+        "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16, sel_scale, the window",
+        B=2,
+        T=128,
+        count=4,
+        **_SIZES,
+    ),
+    _case(
+        "large",
+        "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, sel_scale, the window",
+        B=2,
+        T=256,
+        block=32,
+        count=4,
+        **_SIZES,
+    ),
+    _case(
+        "xl",
+        "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, sel_scale, the window",
+        B=8,
+        T=512,
+        block=32,
+        count=8,
+        **_SIZES,
+    ),
+    _case(
+        "xxl",
+        "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64, sel_scale, the window",
+        B=16,
+        T=1024,
+        block=64,
+        count=8,
+        **_SIZES,
+    ),
+    _case(
+        "nsa-507",
+        "B 4, T 507, H 4, Hk 2, D 64, blocks of 32, 6 named out of the first two, sel_scale, the window",
+        **_507,
+    ),
     _case("no-tokens", "T 0", T=0, D=8),
-    _case("one-token", "T 1: its own key, and the same again as a selected block", T=1, D=8, block=4, mask="all", scaled=True, window=True),
-    _case("short", "T 5, shorter than a block; 3 query heads a key head", T=5, H=3, Hk=1, D=8, Dv=3, block=32, scaled=True),
-    _case("repeats", "4 namings of the first two blocks; T 50, D 12, Dv 20", T=50, H=3, Hk=1, D=12, Dv=20, count=4, among=2, mask="all"),
-    _case("selected-only", "no own block: rows that see nothing, later blocks", T=61, H=4, Hk=2, D=8, block=8, count=2, own=False, scaled=True),
-    _case("none-selected", "every block masked out: the own block alone, and the window", T=50, block=16, mask="none", scaled=True, window=True),
-    _case("apart", "every query head names its own blocks; blocks of 8", T=41, H=4, Hk=2, D=8, block=8, count=2, apart=True, scaled=True),
+    _case(
+        "one-token",
+        "T 1: its own key, and the same again as a selected block",
+        T=1,
+        D=8,
+        block=4,
+        mask="all",
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "short", "T 5, shorter than a block; 3 query heads a key head", T=5, H=3, Hk=1, D=8, Dv=3, block=32, scaled=True
+    ),
+    _case(
+        "repeats",
+        "4 namings of the first two blocks; T 50, D 12, Dv 20",
+        T=50,
+        H=3,
+        Hk=1,
+        D=12,
+        Dv=20,
+        count=4,
+        among=2,
+        mask="all",
+    ),
+    _case(
+        "selected-only",
+        "no own block: rows that see nothing, later blocks",
+        T=61,
+        H=4,
+        Hk=2,
+        D=8,
+        block=8,
+        count=2,
+        own=False,
+        scaled=True,
+    ),
+    _case(
+        "none-selected",
+        "every block masked out: the own block alone, and the window",
+        T=50,
+        block=16,
+        mask="none",
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "apart",
+        "every query head names its own blocks; blocks of 8",
+        T=41,
+        H=4,
+        Hk=2,
+        D=8,
+        block=8,
+        count=2,
+        apart=True,
+        scaled=True,
+    ),
     _case("mqa-16", "16 query heads, one key head; no sel_scale", T=33, H=16, Hk=1, D=8, block=8, count=2, window=True),
     _case("large-logits", "logits up to about ±100", T=65, size=10.0, H=2, Hk=1, scaled=True),
-    _case("strided", "transposed fq, expanded fk, cut fv and sel_scale", B=2, T=35, H=2, Hk=1, count=2, layout="mixed", scaled=True, window=True),
+    _case(
+        "strided",
+        "transposed fq, expanded fk, cut fv and sel_scale",
+        B=2,
+        T=35,
+        H=2,
+        Hk=1,
+        count=2,
+        layout="mixed",
+        scaled=True,
+        window=True,
+    ),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80, scaled=True),
-    _case("group-6", "6 query heads, one key head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, scaled=True, window=True),
-    _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=200, H=4, Hk=1, D=96, Dv=128, block=48, count=4, scaled=True, window=True),
-    _case("block-128", "blocks of 128, D 128, no own block", T=400, H=4, Hk=2, D=128, block=128, own=False, scaled=True, window=True),
-    _case("block-64", "6 namings of blocks of 64, for each query head its own", T=300, H=4, Hk=1, D=72, block=64, count=6, apart=True, scaled=True),
+    _case(
+        "group-6",
+        "6 query heads, one key head, D 80, blocks of 32",
+        T=150,
+        H=6,
+        Hk=1,
+        D=80,
+        block=32,
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "block-48",
+        "blocks of 48, D 96, Dv 128",
+        B=2,
+        T=200,
+        H=4,
+        Hk=1,
+        D=96,
+        Dv=128,
+        block=48,
+        count=4,
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "block-128",
+        "blocks of 128, D 128, no own block",
+        T=400,
+        H=4,
+        Hk=2,
+        D=128,
+        block=128,
+        own=False,
+        scaled=True,
+        window=True,
+    ),
+    _case(
+        "block-64",
+        "6 namings of blocks of 64, for each query head its own",
+        T=300,
+        H=4,
+        Hk=1,
+        D=72,
+        block=64,
+        count=6,
+        apart=True,
+        scaled=True,
+    ),
     _case("d-256", "D 192, Dv 256, blocks of 32", T=130, H=2, Hk=1, D=192, Dv=256, block=32, scaled=True),
     _case("no-selection", "no block is selected, not even a masked one; D 72", T=70, H=2, D=72, count=0, window=True),
-    _case("strided-aligned", "strided on lines of 16 bytes, D 128", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned", scaled=True, window=True),
+    _case(
+        "strided-aligned",
+        "strided on lines of 16 bytes, D 128",
+        B=2,
+        T=151,
+        H=4,
+        Hk=2,
+        D=128,
+        layout="mixed-aligned",
+        scaled=True,
+        window=True,
+    ),
 )
 
 
@@ -156,4 +341,10 @@ def draw(draw: Callable[[Any], Any]) -> NsaAttend:
     )
 
 
-SUITE = Suite(NsaAttend, CASES, growth=NsaAttend(T=256, H=1, block=64, count=2, scaled=True), draw=draw, mutants=nsa_mutants.ATTEND)
+SUITE = Suite(
+    NsaAttend,
+    CASES,
+    growth=NsaAttend(T=256, H=1, block=64, count=2, scaled=True),
+    draw=draw,
+    mutants=nsa_mutants.ATTEND,
+)

@@ -1,4 +1,6 @@
-"""What the problems of native sparse attention share: sizes, layouts, patterns of blocks, and what fp32 costs a softmax."""
+"""What the problems of native sparse attention share: sizes, layouts, patterns of blocks, and what fp32 costs a
+softmax.
+"""
 
 import dataclasses
 import zlib
@@ -17,7 +19,9 @@ EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Attention(Problem):
-    """T tokens; Hk and Dv are H and D where 0; `size` multiplies q; a mixed layout has expanded keys, the others transposed or cut."""
+    """T tokens; Hk and Dv are H and D where 0; `size` multiplies q; a mixed layout has expanded keys, the others
+    transposed or cut.
+    """
 
     B: int = 1
     T: int = 64
@@ -119,14 +123,19 @@ class Sequences(Attention):
         return {name: letters.replace("B", "") if self.lengths else letters for name, letters in axes.items()}
 
     def score_error(self, inputs: Tensors, *keys: str) -> float:
-        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that into a relative error."""
+        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that
+        into a relative error.
+        """
         scale = self.D**-0.5 if self.scale is None else abs(self.scale)
         return EPS * scale * longest(inputs["q"]) * max(longest(inputs[name]) for name in keys)
 
     def blocks_by_pattern(self, pattern: str, block: int, count: int) -> torch.Tensor:
         """Indices [B, T, Hk, count], or packed, each sequence's counted from its own start."""
         generator = self.generator()
-        parts = [block_pattern(pattern, (1 if self.lengths else self.B, tokens, self.kv_heads, count), block, generator) for tokens in self.tokens()]
+        parts = [
+            block_pattern(pattern, (1 if self.lengths else self.B, tokens, self.kv_heads, count), block, generator)
+            for tokens in self.tokens()
+        ]
         return torch.cat([part[0] for part in parts]) if self.lengths else parts[0]
 
 
@@ -138,7 +147,8 @@ def longest(x: torch.Tensor) -> float:
 def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) -> float:
     """What fp32 itself costs a result over scores that are off by `score`, relative to it.
 
-    Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping probabilities, does not pay.
+    Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping
+    probabilities, does not pay.
     """
     finite = lse[lse.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
@@ -148,19 +158,23 @@ def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) ->
 
 
 def delta_cost(o: torch.Tensor, incoming: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does, with the other sign.
+    """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does,
+    with the other sign.
 
     Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
     """
     return ((o.to(dtype).double() - o) * incoming).sum(-1) + EPS * (o * incoming).abs().sum(-1)
 
 
-def block_pattern(pattern: str, shape: tuple[int, int, int, int], block: int, generator: torch.Generator) -> torch.Tensor:
+def block_pattern(
+    pattern: str, shape: tuple[int, int, int, int], block: int, generator: torch.Generator
+) -> torch.Tensor:
     """Indices [B, T, Hk, S] of one length.
 
-    random: different blocks up to the query's own, ascending, -1 at the end. smooth: the same for 32 queries on end, with the first block, the own
-    one and that before it always there. repeats: any up to the own one, in any order, some of them twice; in int64. holes: any, later ones too, with
-    -1 between them, and every fifth query without one. own: the own block alone.
+    random: different blocks up to the query's own, ascending, -1 at the end. smooth: the same for 32 queries on end,
+    with the first block, the own one and that before it always there. repeats: any up to the own one, in any order,
+    some of them twice; in int64. holes: any, later ones too, with -1 between them, and every fifth query without one.
+    own: the own block alone.
     """
     if pattern not in PATTERNS:
         raise ValueError(f"there is no pattern {pattern!r}: expected one of {', '.join(PATTERNS)}")
@@ -174,16 +188,22 @@ def block_pattern(pattern: str, shape: tuple[int, int, int, int], block: int, ge
         indices[:, 4::5] = -1
         return indices.int()
     if pattern == "own":
-        return torch.cat([current.expand(batch, tokens, heads, 1), torch.full((batch, tokens, heads, count - 1), -1)], -1).int()
+        return torch.cat(
+            [current.expand(batch, tokens, heads, 1), torch.full((batch, tokens, heads, count - 1), -1)], -1
+        ).int()
     each = 32 if pattern == "smooth" else 1
-    ranks = torch.rand((batch, -(-tokens // each), heads, blocks), generator=generator).repeat_interleave(each, 1)[:, :tokens]
+    ranks = torch.rand((batch, -(-tokens // each), heads, blocks), generator=generator).repeat_interleave(each, 1)[
+        :, :tokens
+    ]
     block_of = torch.arange(blocks)
     if pattern == "smooth":
         ranks = ranks + ((block_of == 0) | (block_of == current) | (block_of == current - 1))
     ranks = ranks.masked_fill(block_of > current, -1.0)
     best, order = ranks.sort(dim=-1, descending=True)
     chosen = order.masked_fill(best < 0, blocks)[..., :count].sort(dim=-1).values
-    return torch.nn.functional.pad(chosen.masked_fill(chosen == blocks, -1), (0, count - chosen.shape[-1]), value=-1).int()
+    return torch.nn.functional.pad(
+        chosen.masked_fill(chosen == blocks, -1), (0, count - chosen.shape[-1]), value=-1
+    ).int()
 
 
 def drawn_sizes(draw: Callable[[Any], Any]) -> dict[str, Any]:

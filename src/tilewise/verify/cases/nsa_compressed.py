@@ -48,7 +48,10 @@ class NsaCompressed(Sequences):
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
         """Of a rounded o."""
-        return {"o": torch.zeros_like(truth["o"]), "lse": delta_cost(truth["o"], incoming["o"], dtype).transpose(-1, -2)}
+        return {
+            "o": torch.zeros_like(truth["o"]),
+            "lse": delta_cost(truth["o"], incoming["o"], dtype).transpose(-1, -2),
+        }
 
 
 def window_count(tokens: int, compress: int, stride: int) -> int:
@@ -60,7 +63,9 @@ def check_windows(compress: int, stride: int, **blocks: int) -> None:
     """A ValueError where a size is not a whole number of strides."""
     for name, size in {"compress": compress, **blocks}.items():
         if stride < 1 or size < 1 or size % stride:
-            raise ValueError(f"{name}={size},stride={stride}: expected sizes of at least 1, {name} a multiple of stride")
+            raise ValueError(
+                f"{name}={size},stride={stride}: expected sizes of at least 1, {name} a multiple of stride"
+            )
 
 
 def _case(name: str, about: str, **parameters: Any) -> Case:
@@ -71,27 +76,107 @@ _SIZES: dict[str, Any] = {"H": 8, "Hk": 2, "D": 32, "Dv": 64}
 
 CASES = (
     _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, windows of 8, one each 4", H=4, Hk=2, D=16, Dv=32),
-    _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, windows of 16, one each 8", B=2, T=128, compress=16, stride=8, **_SIZES),
-    _case("large", "B 4, T 256, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16", B=4, T=256, compress=32, stride=16, **_SIZES),
-    _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16", B=8, T=512, compress=32, stride=16, **_SIZES),
-    _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16", B=16, T=1024, compress=32, stride=16, **_SIZES),
+    _case(
+        "medium",
+        "B 2, T 128, H 8, Hk 2, D 32, Dv 64, windows of 16, one each 8",
+        B=2,
+        T=128,
+        compress=16,
+        stride=8,
+        **_SIZES,
+    ),
+    _case(
+        "large",
+        "B 4, T 256, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16",
+        B=4,
+        T=256,
+        compress=32,
+        stride=16,
+        **_SIZES,
+    ),
+    _case(
+        "xl",
+        "B 8, T 512, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16",
+        B=8,
+        T=512,
+        compress=32,
+        stride=16,
+        **_SIZES,
+    ),
+    _case(
+        "xxl",
+        "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, windows of 32, one each 16",
+        B=16,
+        T=1024,
+        compress=32,
+        stride=16,
+        **_SIZES,
+    ),
     _case("no-tokens", "T 0", T=0, D=8),
     _case("one-token", "one token, windows of one", T=1, D=8, compress=1, stride=1),
     _case("no-windows", "T 7, windows of 8: output 0, LSE -inf", T=7, D=8, H=3, Hk=1),
     _case("one-window", "T 16, windows of 16: the last token alone sees it", T=16, D=8, compress=16, stride=16),
-    _case("odd-length", "T 75, windows of 12, one each 4; 3 query heads a key head, D 12, Dv 5", T=75, H=6, Hk=2, D=12, Dv=5, compress=12),
-    _case("every-token", "148 windows, one a token: several tiles of keys; scale -0.3", T=150, H=1, compress=3, stride=1, scale=-0.3),
-    _case("mqa-16", "16 query heads, one key head; windows that do not overlap; scale 0", T=41, H=16, Hk=1, D=8, compress=4, scale=0.0),
+    _case(
+        "odd-length",
+        "T 75, windows of 12, one each 4; 3 query heads a key head, D 12, Dv 5",
+        T=75,
+        H=6,
+        Hk=2,
+        D=12,
+        Dv=5,
+        compress=12,
+    ),
+    _case(
+        "every-token",
+        "148 windows, one a token: several tiles of keys; scale -0.3",
+        T=150,
+        H=1,
+        compress=3,
+        stride=1,
+        scale=-0.3,
+    ),
+    _case(
+        "mqa-16",
+        "16 query heads, one key head; windows that do not overlap; scale 0",
+        T=41,
+        H=16,
+        Hk=1,
+        D=8,
+        compress=4,
+        scale=0.0,
+    ),
     _case("large-logits", "logits up to about ±100", T=65, size=25.0),
     _case("strided", "a transposed q, expanded keys, cut values", B=2, T=51, H=4, Hk=2, layout="mixed"),
     _case("packed", "lengths 0, 29, 7, 1, 0, 14 of one batch", lengths=(0, 29, 7, 1, 0, 14), H=2, Hk=1, Dv=24),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
     _case("group-6", "6 query heads, one key head, D 80", T=150, H=6, Hk=1, D=80, compress=16, stride=8),
     _case("many-windows", "447 windows, D 72", T=450, H=2, Hk=1, D=72, compress=4, stride=1),
-    _case("sparse-windows", "windows of 64, one each 64, D 96, Dv 128", B=2, T=300, H=4, Hk=1, D=96, Dv=128, compress=64, stride=64),
+    _case(
+        "sparse-windows",
+        "windows of 64, one each 64, D 96, Dv 128",
+        B=2,
+        T=300,
+        H=4,
+        Hk=1,
+        D=96,
+        Dv=128,
+        compress=64,
+        stride=64,
+    ),
     _case("d-256", "D 192, Dv 256", T=130, H=2, Hk=1, D=192, Dv=256),
-    _case("strided-aligned", "strided on lines of 16 bytes, D 128", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned"),
-    _case("packed-128", "packed, D 128, windows of 32, one each 16", lengths=(130, 0, 257, 31, 1), H=4, Hk=2, D=128, compress=32, stride=16),
+    _case(
+        "strided-aligned", "strided on lines of 16 bytes, D 128", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned"
+    ),
+    _case(
+        "packed-128",
+        "packed, D 128, windows of 32, one each 16",
+        lengths=(130, 0, 257, 31, 1),
+        H=4,
+        Hk=2,
+        D=128,
+        compress=32,
+        stride=16,
+    ),
     _case("packed-strided", "packed, cut out of wider tensors, D 72", lengths=(17, 0, 49), H=2, D=72, layout="mixed"),
 )
 
@@ -104,4 +189,10 @@ def draw(draw: Callable[[Any], Any]) -> NsaCompressed:
     return NsaCompressed(**drawn_sequences(draw), compress=stride * draw(st.sampled_from((1, 2, 3))), stride=stride)
 
 
-SUITE = Suite(NsaCompressed, CASES, growth=NsaCompressed(T=256, H=2, Hk=1, compress=32, stride=16), draw=draw, mutants=nsa_mutants.COMPRESSED)
+SUITE = Suite(
+    NsaCompressed,
+    CASES,
+    growth=NsaCompressed(T=256, H=2, Hk=1, compress=32, stride=16),
+    draw=draw,
+    mutants=nsa_mutants.COMPRESSED,
+)

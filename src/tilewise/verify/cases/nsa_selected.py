@@ -29,7 +29,12 @@ class NsaSelected(Sequences):
         indices = self.blocks_by_pattern(self.pattern, self.block, self.count)
         if self.layout != "plain" and not self.lengths:
             indices = transposed(indices)
-        return {"q": self.queries(fill), **self.keys_and_values(fill, ("k", "v"), self.rows), "block_indices": indices, **self.cu_seqlens()}
+        return {
+            "q": self.queries(fill),
+            **self.keys_and_values(fill, ("k", "v"), self.rows),
+            "block_indices": indices,
+            **self.cu_seqlens(),
+        }
 
     def options(self) -> dict[str, Any]:
         """The block size, and the scale where it is not the default."""
@@ -57,7 +62,10 @@ class NsaSelected(Sequences):
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
         """Of a rounded o."""
-        return {"o": torch.zeros_like(truth["o"]), "lse": delta_cost(truth["o"], incoming["o"], dtype).transpose(-1, -2)}
+        return {
+            "o": torch.zeros_like(truth["o"]),
+            "lse": delta_cost(truth["o"], incoming["o"], dtype).transpose(-1, -2),
+        }
 
 
 def _case(name: str, about: str, **parameters: Any) -> Case:
@@ -69,17 +77,84 @@ _SIZES: dict[str, Any] = {"H": 8, "Hk": 2, "D": 32, "Dv": 64}
 CASES = (
     _case("small", "B 1, T 64, H 4, Hk 2, D 16, Dv 32, 3 blocks of 16", H=4, Hk=2, D=16, Dv=32),
     _case("medium", "B 2, T 128, H 8, Hk 2, D 32, Dv 64, 4 blocks of 16", B=2, T=128, count=4, **_SIZES),
-    _case("large", "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, smooth", B=2, T=256, block=32, count=4, pattern="smooth", **_SIZES),
-    _case("xl", "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, smooth", B=8, T=512, block=32, count=8, pattern="smooth", **_SIZES),
+    _case(
+        "large",
+        "B 2, T 256, H 8, Hk 2, D 32, Dv 64, 4 blocks of 32, smooth",
+        B=2,
+        T=256,
+        block=32,
+        count=4,
+        pattern="smooth",
+        **_SIZES,
+    ),
+    _case(
+        "xl",
+        "B 8, T 512, H 8, Hk 2, D 32, Dv 64, 8 blocks of 32, smooth",
+        B=8,
+        T=512,
+        block=32,
+        count=8,
+        pattern="smooth",
+        **_SIZES,
+    ),
     _case("xxl", "B 16, T 1024, H 8, Hk 2, D 32, Dv 64, 8 blocks of 64", B=16, T=1024, block=64, count=8, **_SIZES),
     _case("no-tokens", "T 0", T=0, D=8),
     _case("one-token", "T 1: one key", T=1, D=8, block=4),
-    _case("short", "T 5, shorter than a block; 3 query heads a key head, more blocks than there are", T=5, H=3, Hk=1, D=8, Dv=3, block=32, count=4),
-    _case("repeats", "blocks named twice, in any order, count once; T 77, D 12, Dv 20", T=77, H=3, Hk=1, D=12, Dv=20, count=5, pattern="repeats"),
-    _case("holes", "-1 between blocks, later ones, rows without any; blocks of 8", T=61, H=4, Hk=2, D=8, block=8, count=4, pattern="holes"),
+    _case(
+        "short",
+        "T 5, shorter than a block; 3 query heads a key head, more blocks than there are",
+        T=5,
+        H=3,
+        Hk=1,
+        D=8,
+        Dv=3,
+        block=32,
+        count=4,
+    ),
+    _case(
+        "repeats",
+        "blocks named twice, in any order, count once; T 77, D 12, Dv 20",
+        T=77,
+        H=3,
+        Hk=1,
+        D=12,
+        Dv=20,
+        count=5,
+        pattern="repeats",
+    ),
+    _case(
+        "holes",
+        "-1 between blocks, later ones, rows without any; blocks of 8",
+        T=61,
+        H=4,
+        Hk=2,
+        D=8,
+        block=8,
+        count=4,
+        pattern="holes",
+    ),
     _case("group-1", "one query head a key head, 3 blocks of 8", T=43, H=1, D=8, block=8),
-    _case("own", "the own block alone; one query head a key head, scale -0.3", T=50, H=2, block=8, count=2, pattern="own", scale=-0.3),
-    _case("smooth", "neighbours name the same blocks; 16 query heads, one key head", T=50, H=16, Hk=1, D=8, block=8, count=4, pattern="smooth"),
+    _case(
+        "own",
+        "the own block alone; one query head a key head, scale -0.3",
+        T=50,
+        H=2,
+        block=8,
+        count=2,
+        pattern="own",
+        scale=-0.3,
+    ),
+    _case(
+        "smooth",
+        "neighbours name the same blocks; 16 query heads, one key head",
+        T=50,
+        H=16,
+        Hk=1,
+        D=8,
+        block=8,
+        count=4,
+        pattern="smooth",
+    ),
     _case("large-logits", "logits up to about ±100", T=65, size=25.0, H=4, Hk=2),
     _case(
         "strided",
@@ -90,17 +165,66 @@ CASES = (
         layout="mixed",
         scale=0.0,
     ),
-    _case("packed", "lengths 0, 29, 1, 0, 14 of one batch", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=8, count=2),
+    _case(
+        "packed", "lengths 0, 29, 1, 0, 14 of one batch", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=8, count=2
+    ),
     _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
     _case("group-6", "6 query heads, one key head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, count=3),
     _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=300, H=4, Hk=1, D=96, Dv=128, block=48, count=4),
-    _case("block-128", "blocks of 128, D 128, alike for neighbours", T=600, H=4, Hk=2, D=128, block=128, count=3, pattern="smooth"),
-    _case("block-64", "6 blocks of 64, D 72, some of them twice", T=500, H=4, Hk=1, D=72, block=64, count=6, pattern="repeats"),
+    _case(
+        "block-128",
+        "blocks of 128, D 128, alike for neighbours",
+        T=600,
+        H=4,
+        Hk=2,
+        D=128,
+        block=128,
+        count=3,
+        pattern="smooth",
+    ),
+    _case(
+        "block-64",
+        "6 blocks of 64, D 72, some of them twice",
+        T=500,
+        H=4,
+        Hk=1,
+        D=72,
+        block=64,
+        count=6,
+        pattern="repeats",
+    ),
     _case("every-block", "blocks of 16, more named than there are, D 72", T=200, H=4, Hk=2, D=72, count=20),
     _case("d-256", "D 192, Dv 256, blocks of 32", T=130, H=2, Hk=1, D=192, Dv=256, block=32),
-    _case("strided-aligned", "strided on lines of 16 bytes, D 128", B=2, T=151, H=4, Hk=2, D=128, layout="mixed-aligned", pattern="holes"),
-    _case("packed-128", "packed, D 128, blocks of 32", lengths=(130, 0, 257, 31, 1), H=4, Hk=2, D=128, block=32, pattern="smooth"),
-    _case("packed-holes", "packed, cut out of wider tensors, -1 between blocks", lengths=(17, 0, 49), H=2, D=72, layout="mixed", pattern="holes"),
+    _case(
+        "strided-aligned",
+        "strided on lines of 16 bytes, D 128",
+        B=2,
+        T=151,
+        H=4,
+        Hk=2,
+        D=128,
+        layout="mixed-aligned",
+        pattern="holes",
+    ),
+    _case(
+        "packed-128",
+        "packed, D 128, blocks of 32",
+        lengths=(130, 0, 257, 31, 1),
+        H=4,
+        Hk=2,
+        D=128,
+        block=32,
+        pattern="smooth",
+    ),
+    _case(
+        "packed-holes",
+        "packed, cut out of wider tensors, -1 between blocks",
+        lengths=(17, 0, 49),
+        H=2,
+        D=72,
+        layout="mixed",
+        pattern="holes",
+    ),
 )
 
 
@@ -116,4 +240,6 @@ def draw(draw: Callable[[Any], Any]) -> NsaSelected:
     )
 
 
-SUITE = Suite(NsaSelected, CASES, growth=NsaSelected(T=256, H=1, block=64, count=2), draw=draw, mutants=nsa_mutants.SELECTED)
+SUITE = Suite(
+    NsaSelected, CASES, growth=NsaSelected(T=256, H=1, block=64, count=2), draw=draw, mutants=nsa_mutants.SELECTED
+)
