@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from matplotlib.image import imread
 
-from tilewise.ops._tile.mask import key_range
+from tilewise.ops._device.mask import key_range
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.hstu import reference as hstu

@@ -163,8 +163,8 @@ def planted(part, module, old, new):
 # The part, the module under tilewise.ops, and what loses its 64 bits.
 PLANTED = [
     ("combine", "nsa.kernels_combine", "tl.program_id(0).to(tl.int64) * BLOCK_R", "tl.program_id(0) * BLOCK_R"),
-    ("flash", "_tile.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
-    ("hstu", "_tile.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
+    ("flash", "_device.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
+    ("hstu", "_device.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
     (
         "compressed",
         "nsa.kernels_compress",
@@ -172,8 +172,8 @@ PLANTED = [
         "(start + o_c * STRIDE)[:, None]",
     ),
     ("choose", "nsa.kernels_choose", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
-    ("selected", "_tile.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
-    ("attend", "_tile.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
+    ("selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
+    ("attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
     ("bsa", "bsa.kernels_norm", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
 ]
 

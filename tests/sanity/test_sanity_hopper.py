@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.flash.configs import SHARED_MEMORY
-from tilewise.ops.flash.configs_hopper import FORWARD, FORWARD_CAPPED, FORWARD_SHORT
+from tilewise.ops.flash.hopper.configs import FORWARD, FORWARD_CAPPED, FORWARD_SHORT
 from tilewise.sanity.command import Request, run_sanity
 from tilewise.sanity.flash_hopper import BackwardEntry, ForwardEntry, entries
 

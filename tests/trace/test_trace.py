@@ -83,7 +83,7 @@ def test_the_head_and_program_asked_for_are_traced(tmp_path):
 # (what, module, old, new, options) -> what the first line must say, and what must follow from it
 BUGS = {
     "scale": (
-        "flash.kernels_fwd",
+        "flash.kernels.fwd",
         "m, l, scale_log2, MASKED",
         "m, l, 1.4426950408889634, MASKED",
         [],
@@ -91,7 +91,7 @@ BUGS = {
         "8 times",
     ),
     "mask": (
-        "_tile.mask",
+        "_device.mask",
         "<= o_m + (off + right)",
         "<= o_m + (off + right + 1)",
         ["--causal"],
@@ -99,7 +99,7 @@ BUGS = {
         "the mask: row 0 sees key 1",
     ),
     "max": (
-        "_tile.softmax",
+        "_device.softmax",
         "tl.maximum(m, tl.max(b_s, 1) * scale_log2)",
         "tl.max(b_s, 1) * scale_log2",
         [],
@@ -107,17 +107,24 @@ BUGS = {
         "running maximum is not kept",
     ),
     "rescale of O": (
-        "flash.kernels_fwd",
+        "flash.kernels.fwd",
         "acc = acc * rescale[:, None]",
         "acc = acc",
         [],
         "block 1, O_scale",
         "the rescale of O is missing",
     ),
-    "rescale of L": ("_tile.softmax", "l_new = l * rescale +", "l_new = l +", [], "block 1, L", "without the rescale"),
-    "sum": ("_tile.softmax", "tl.sum(b_p, 1)", "tl.max(b_p, 1)", [], "block 0, L", "the running sum"),
+    "rescale of L": (
+        "_device.softmax",
+        "l_new = l * rescale +",
+        "l_new = l +",
+        [],
+        "block 1, L",
+        "without the rescale",
+    ),
+    "sum": ("_device.softmax", "tl.sum(b_p, 1)", "tl.max(b_p, 1)", [], "block 0, L", "the running sum"),
     "tail mask": (
-        "_tile.mask",
+        "_device.mask",
         "m_keep = o_n < n_keys",
         "m_keep = o_n >= 0",
         ["--block-n", "128"],
@@ -125,16 +132,16 @@ BUGS = {
         "the mask: row 0 sees key 64",
     ),
     "V index": (
-        "flash.kernels_fwd",
+        "flash.kernels.fwd",
         "load_rows(v_rows, i_n,",
         "load_rows(v_rows, i_n + 1,",
         [],
         "block 0, V",
         "shifted by -1 row",
     ),
-    "LSE": ("_tile.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
+    "LSE": ("_device.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
     "delta": (
-        "_tile.delta",
+        "_device.delta",
         "b_delta = tl.sum(b_o * b_do, 1)",
         "b_delta = tl.sum(b_o, 1)",
         ["--direction", "backward"],
@@ -142,16 +149,16 @@ BUGS = {
         "rowsum",
     ),
     "dS": (
-        "_tile.softmax",
+        "_device.softmax",
         "b_ds = b_p * (b_dp - b_delta)",
         "b_ds = b_p * b_dp",
         ["--direction", "backward"],
         "block 0, dS",
         "delta is not subtracted",
     ),
-    "dQ scale": ("flash.kernels_bwd", "acc_dq * scale", "acc_dq", ["--direction", "backward"], "dQ_final", "8 times"),
+    "dQ scale": ("flash.kernels.bwd", "acc_dq * scale", "acc_dq", ["--direction", "backward"], "dQ_final", "8 times"),
     "dK and dV": (
-        "flash.kernels_bwd",
+        "flash.kernels.bwd",
         "i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D) store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv,",
         (
             "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n    store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk *"

@@ -56,7 +56,7 @@ def test_the_programs_asked_for_are_traced(tmp_path):
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.
 BUGS = {
     "causal": (
-        "_tile.blocks",
+        "_device.blocks",
         "o_t - i_key + 1, n_kept",
         "o_t - i_key + 2, n_kept",
         "",
@@ -105,7 +105,7 @@ BUGS = {
     ),
     "u": ("bsa.kernels_norm", "(b_u * acc)", "acc", "", "O_final", "the product of u and the sum of the branches"),
     "slope": (
-        "_tile.silu",
+        "_device.silu",
         "(ratio - ratio * b_sigmoid)",
         "(ratio + ratio * b_sigmoid)",
         "--direction backward",

@@ -79,7 +79,7 @@ SMALL = {"block_m": 16, "block_n": 16, "seq_blocks": 3, "causal": True}
 BACKWARD = SMALL | {"direction": "backward"}
 BUGS = {
     "offset": (
-        "hstu.kernels_fwd",
+        "hstu.kernels.fwd",
         "k_rows = (k, k_strides, i_b, i_h, start_k, Tk)",
         "k_rows = (k, k_strides, i_b, i_h, 0, Tk)",
         SMALL,
@@ -87,7 +87,7 @@ BUGS = {
         "the load of K",
     ),
     "causal": (
-        "_tile.mask",
+        "_device.mask",
         "o_n <= o_m + (off + right)",
         "o_n < o_m + (off + right)",
         SMALL,
@@ -95,7 +95,7 @@ BUGS = {
         "the mask: row 0 does not see key 0 of this tile, 16 pairs in all",
     ),
     "targets": (
-        "_tile.history",
+        "_device.history",
         "(o_m == o_n) | (d > 0)",
         "(o_m == o_n) | (d >= 0)",
         SMALL | {"targets": 4},
@@ -103,7 +103,7 @@ BUGS = {
         "the mask: row 12 sees key 13 of this tile, 12 pairs in all",
     ),
     "reach": (
-        "_tile.history",
+        "_device.history",
         "m_keep & (d <= reach)",
         "m_keep & (d < reach)",
         SMALL | {"targets": 4, "max_attn_len": 20},
@@ -111,7 +111,7 @@ BUGS = {
         "the mask: row 0 does not see key 12 of this tile, 4 pairs in all",
     ),
     "range": (
-        "_tile.history",
+        "_device.history",
         "high = tl.minimum(n_tokens, i_m + BLOCK_M)",
         "high = n_tokens",
         SMALL | {"targets": 4, "program": 1},
@@ -119,7 +119,7 @@ BUGS = {
         "which tiles the mask reaches",
     ),
     "sigmoid": (
-        "_tile.silu",
+        "_device.silu",
         "b_s * -alpha_log2",
         "b_s * alpha_log2",
         SMALL,
@@ -127,7 +127,7 @@ BUGS = {
         "SiLU of the scores, or the mask",
     ),
     "sum": (
-        "hstu.kernels_fwd",
+        "hstu.kernels.fwd",
         "b_v, acc, input_precision",
         "b_v, input_precision",
         SMALL,
@@ -135,7 +135,7 @@ BUGS = {
         "what it is added to",
     ),
     "factor": (
-        "hstu.kernels_fwd",
+        "hstu.kernels.fwd",
         "i_m, acc * factor, DV",
         "i_m, acc, DV",
         SMALL,
@@ -143,7 +143,7 @@ BUGS = {
         "O_final is 384 times what it should be",
     ),
     "slope": (
-        "_tile.silu",
+        "_device.silu",
         "(ratio - ratio * b_sigmoid) + b_sigmoid",
         "(ratio - ratio * b_sigmoid)",
         BACKWARD,
@@ -151,7 +151,7 @@ BUGS = {
         "dS = dP · the slope of SiLU",
     ),
     "dV": (
-        "hstu.kernels_bwd",
+        "hstu.kernels.bwd",
         "b_do, acc_dv, input_precision",
         "b_do, input_precision",
         BACKWARD,
@@ -159,7 +159,7 @@ BUGS = {
         "the product of P and dO",
     ),
     "dQ": (
-        "hstu.kernels_bwd",
+        "hstu.kernels.bwd",
         "b_ds = tl.where(",
         "_ = tl.where(",
         BACKWARD,

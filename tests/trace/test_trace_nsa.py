@@ -69,7 +69,7 @@ def test_the_programs_asked_for_are_traced(tmp_path):
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.
 BUGS = {
     "causal": (
-        "_tile.blocks",
+        "_device.blocks",
         "o_t - i_key + 1, n_kept",
         "o_t - i_key + 2, n_kept",
         "",
@@ -157,7 +157,7 @@ BUGS = {
         "made at line",
     ),
     "windows": (
-        "_tile.mask",
+        "_device.mask",
         "o_n = o_n * KEY_STRIDE",
         "o_n = o_n * KEY_STRIDE - 1",
         "nsa-compressed --program 1",

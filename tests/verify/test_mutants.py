@@ -65,7 +65,7 @@ def test_a_weak_check_scores_less_than_all(monkeypatch):
 
 def test_a_mutant_that_finds_nothing_to_change_is_an_error():
     with pytest.raises(ValueError, match="bring it up to date"):
-        Mutant("gone", "", "flash.kernels_fwd", "no such line", "").plant("x = 1")
+        Mutant("gone", "", "flash.kernels.fwd", "no such line", "").plant("x = 1")
 
 
 def test_line_breaks_do_not_disarm_a_mutant():

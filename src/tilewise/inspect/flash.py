@@ -11,13 +11,14 @@ from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs, families, launch
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.flash.configs_hopper import ARCHITECTURE, Order
+from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
 from tilewise.sanity.flash import Entry
 from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
 from tilewise.sanity.flash_hopper import Entry as HopperEntry
 
 if gluon.AVAILABLE:
-    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
+    from tilewise.ops.flash.hopper import launch as hopper_launch
+    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
                 architecture,
                 label,
                 "backward",
-                lambda: [launch_hopper_bwd.backward(inputs, o, lse, o, None, order) for order in orders],
+                lambda: [hopper_launch_bwd.backward(inputs, o, lse, o, None, order) for order in orders],
             )
     return found
 
@@ -149,11 +150,11 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
             architecture,
             label,
             "forward",
-            lambda: run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device),
+            lambda: run_all([hopper_launch.forward_launch(inputs, o, lse, config)], q.device),
         )
     tiles, order = entry.config, entry.order
     found = captured(
-        architecture, label, "backward", lambda: launch_hopper_bwd.backward(inputs, o, lse, o, None, order, tiles)
+        architecture, label, "backward", lambda: hopper_launch_bwd.backward(inputs, o, lse, o, None, order, tiles)
     )
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 

@@ -32,8 +32,8 @@ class HSTULayer(nn.Module):
         linear_dim: channels of u and v in a head, by default attention_dim.
         attention: `dense`, which is hstu_attention, or `block-sparse`, which is block_sparse_attn.
         causal, max_attn_len, contextual_seq_len: as in hstu_attention. Block-sparse attention is causal, and takes
-        neither of the others. block_counts, block_size, window_size: as in block_sparse_attn; dense attention does not
-        use them.
+            neither of the others.
+        block_counts, block_size, window_size: as in block_sparse_attn; dense attention does not use them.
         gate_hidden: the hidden layer of the GateModel, by default the GateModel's own; dense attention has no gates.
         dropout: how much of the result is dropped in training, before the residual.
         bias: whether the two projections have a bias.

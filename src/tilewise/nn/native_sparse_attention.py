@@ -29,7 +29,7 @@ class NativeSparseAttention(nn.Module):
         head_dim: channels of a query and a key, by default `dim // heads`.
         value_dim: channels of a value, by default head_dim.
         compress_size, compress_stride, block_size, block_count, window_size, init_blocks, local_blocks: as in
-        native_sparse_attention.
+            native_sparse_attention.
         compression: `mean`, or `learned`, which is a WindowCompression.
         rotary: turn queries and keys by their positions; head_dim must be even.
         rotary_base: the base of the rotary wavelengths.

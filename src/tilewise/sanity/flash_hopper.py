@@ -11,9 +11,10 @@ import torch
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import run_all
-from tilewise.ops.flash import configs_hopper, launch
+from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import TINY_KEYS, Family
-from tilewise.ops.flash.configs_hopper import (
+from tilewise.ops.flash.hopper import configs as hopper_configs
+from tilewise.ops.flash.hopper.configs import (
     ARCHITECTURE,
     BACKWARD,
     FORWARD,
@@ -29,7 +30,8 @@ from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_o
 from tilewise.verify.implementation import UsageError
 
 if gluon.AVAILABLE:
-    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
+    from tilewise.ops.flash.hopper import launch as hopper_launch
+    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 # So many that a program takes several blocks of keys: the third is the first to use a place again.
 HEADS = 64
@@ -77,7 +79,7 @@ class ForwardEntry(_Widths):
     @property
     def shared_memory(self) -> int:
         """Bytes that the tiles take."""
-        return configs_hopper.shared_bytes(self.config, self.channels, self.values)
+        return hopper_configs.shared_bytes(self.config, self.channels, self.values)
 
     @property
     def tokens(self) -> int:
@@ -161,14 +163,14 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
         return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
     o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
     return gradient_outcomes(
-        launch_hopper_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do
+        hopper_launch_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do
     )
 
 
 def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     o = torch.empty_like(inputs.v)
     lse = torch.empty(1, HEADS, o.shape[1], dtype=torch.float32, device=o.device)
-    run_all([launch_hopper.forward_launch(inputs, o, lse, config)], o.device)
+    run_all([hopper_launch.forward_launch(inputs, o, lse, config)], o.device)
     return o, lse
 
 

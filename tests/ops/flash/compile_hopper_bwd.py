@@ -1,7 +1,7 @@
 """Compiles Hopper's backward without a GPU and prints what its kernels use as JSON, in a process of its own.
 
 `compile_hopper_bwd.py DTYPE CHANNELS VALUE_CHANNELS VARIANT ORDER`: one of VARIANTS, in an order of
-`configs_hopper.Order`.
+`hopper_configs.Order`.
 """
 
 import sys
@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from compile_launches import print_facts
 
 from tilewise.ops._host.launching import capture
-from tilewise.ops.flash import launch, launch_hopper_bwd
-from tilewise.ops.flash.configs_hopper import Order
+from tilewise.ops.flash import launch
+from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
+from tilewise.ops.flash.hopper.configs import Order
 
 TOKENS, HEADS = 2048, 8
 VARIANTS = {
@@ -52,7 +53,7 @@ def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Or
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
     inputs = launch.make_inputs(q, k, v, offsets, offsets, **options)
     with capture(90) as launches:
-        launch_hopper_bwd.backward(inputs, o, lse, o, lse, order)
+        hopper_launch_bwd.backward(inputs, o, lse, o, lse, order)
     print_facts(launches, 90)
 
 

@@ -80,7 +80,7 @@ def test_fp32_every_width(architecture, channels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["flash.kernels_fwd", "flash.kernels_bwd"])
+@pytest.mark.parametrize("module", ["flash.kernels.fwd", "flash.kernels.bwd"])
 def test_taps_that_are_off_leave_no_trace_in_the_code(module):
     """The PTX is the same, instruction for instruction, with every tap line taken out of the source."""
     script = Path(__file__).with_name("compile_taps.py")

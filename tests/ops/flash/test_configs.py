@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tilewise.ops.flash import configs, configs_hopper, launch
+from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.configs import (
     ENOUGH_PROGRAMS,
     LEAST_STEPS,
@@ -18,6 +18,7 @@ from tilewise.ops.flash.configs import (
     divide_group,
     family,
 )
+from tilewise.ops.flash.hopper import configs as hopper_configs
 
 KERNELS = ("fwd", "dkdv", "dq")
 
@@ -113,11 +114,11 @@ def test_parts_divide_the_group():
 
 def test_no_cache_grows_with_lengths():
     """Packed training has another length in every step."""
-    caches = configs._choose, configs_hopper._choose_forward
+    caches = configs._choose, hopper_configs._choose_forward
     before = [cache.cache_info().currsize for cache in caches]
     for keys in range(1, 20_000):
         choose("fwd", Problem(64, 64, keys, 2, True), 90)
-        configs_hopper.choose_forward(64, 64, keys, False, False, True)
+        hopper_configs.choose_forward(64, 64, keys, False, False, True)
     # Tiny, short and long.
     assert all(cache.cache_info().currsize <= size + 3 for cache, size in zip(caches, before, strict=True))
 

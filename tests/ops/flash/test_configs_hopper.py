@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tilewise.ops.flash.configs import SHARED_MEMORY, Problem
-from tilewise.ops.flash.configs_hopper import (
+from tilewise.ops.flash.hopper.configs import (
     CACHED_BYTES,
     FORWARD,
     FORWARD_CAPPED,

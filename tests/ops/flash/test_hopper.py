@@ -11,8 +11,9 @@ from battery import check
 
 from tilewise import flash_attention
 from tilewise.ops._host.launching import capture, run_all
-from tilewise.ops.flash import launch, launch_hopper
-from tilewise.ops.flash.configs_hopper import choose_forward
+from tilewise.ops.flash import launch
+from tilewise.ops.flash.hopper import launch as hopper_launch
+from tilewise.ops.flash.hopper.configs import choose_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_cases import FORWARD, NAMED, forward_kernels, needs_hopper
@@ -134,7 +135,7 @@ def test_every_way_to_run_it(channels, groups, slots):
     inputs = launch.make_inputs(q, k, v, None, None, True, 700, -1, channels**-0.5, 0.0)
     o, lse = torch.empty_like(q), torch.empty(2, 24, 1000, device="cuda")
     config = choose_forward(channels, channels, 1000, False, True, True)._replace(groups=groups, slots=slots)
-    run_all([launch_hopper.forward_launch(inputs, o, lse, config)], q.device)
+    run_all([hopper_launch.forward_launch(inputs, o, lse, config)], q.device)
     truth, truth_lse = flash_attention(
         *(x.double() for x in (q, k, v)), causal=True, window_size=(700, -1), return_lse=True, backend="reference"
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.reach import (
+from tilewise.ops._device.reach import (
     by_head,
     first_from,
     head_and_slot,
@@ -21,7 +21,7 @@ from tilewise.ops._tile.reach import (
     tile_and_head,
     whole_tiles,
 )
-from tilewise.ops.flash.launch_hopper_bwd import TOGETHER_SHORT
+from tilewise.ops.flash.hopper.launch_bwd import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
 MOST = 16

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.ops._device.mask import key_range, query_range
 from tilewise.ops._host.launching import Launch, run_all
-from tilewise.ops._tile.mask import key_range, query_range
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash import simulate
 from tilewise.ops.flash.configs import Config

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._device.hopper.ring import RAGGED_ROWS
 from tilewise.ops._host import backend, launching
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.symbol import cached
-from tilewise.ops._tile.hopper import RAGGED_ROWS
 
 # Where there is no GPU to ask: an H100's and an H200's.
 PROCESSORS = 132

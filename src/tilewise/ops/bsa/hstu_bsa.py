@@ -36,8 +36,9 @@ def hstu_attention_with_bsa(
 
     Args:
         num_heads, attention_dim, linear_dim: H heads; D channels of q and k, and Dv of v and u, in each. Heads share
-        blocks in pairs where H is even. q, k: queries and keys `[N, H · D]`, all sequences end to end. fp16, bf16 or
-        fp32. v, u: values, and what the sum of the branches is multiplied by, `[N, H · Dv]`.
+            blocks in pairs where H is even.
+        q, k: queries and keys `[N, H · D]`, all sequences end to end. fp16, bf16 or fp32.
+        v, u: values, and what the sum of the branches is multiplied by, `[N, H · Dv]`.
         x_offsets: offsets `[B + 1]` of the sequences, int32 or int64, first 0, last N, never decreasing; a sequence may
             be empty.
         invalid_attn_mask: its last axis tells the padded length n, which no sequence may exceed; nothing else of it is

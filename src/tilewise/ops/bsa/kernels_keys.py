@@ -5,8 +5,8 @@ mean got. One pass over it.
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.varlen import locate_tile, sequence_bounds
+from tilewise.ops._device.load import load_rows, store_rows
+from tilewise.ops._device.varlen import locate_tile, sequence_bounds
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
 

@@ -14,10 +14,10 @@ likewise. HEADS heads that share a choice share the lists.
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment
-from tilewise.ops._tile.load import load_rows
-from tilewise.ops._tile.plain import load_plain, store_plain, store_sums
-from tilewise.ops._tile.silu import silu_slopes, silu_weights
+from tilewise.ops._device.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment
+from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.plain import load_plain, store_plain, store_sums
+from tilewise.ops._device.silu import silu_slopes, silu_weights
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile")
 

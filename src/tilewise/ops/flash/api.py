@@ -49,7 +49,7 @@ def flash_attention(
             sequence may be empty.
         cu_seqlens_k: the same for keys, by default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values
-        are checked.
+            are checked.
         return_lse: also return the LSE.
         deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one
             gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.

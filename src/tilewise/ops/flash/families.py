@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from tilewise.ops._host import backend, gluon
 from tilewise.ops._host.launching import why_unreadable
-from tilewise.ops.flash import configs_hopper
 from tilewise.ops.flash.configs import Problem
+from tilewise.ops.flash.hopper import configs as hopper_configs
 
 if gluon.AVAILABLE:
     from tilewise.ops._host.hopper import fits_tiles
@@ -15,7 +15,7 @@ if gluon.AVAILABLE:
 if TYPE_CHECKING:
     import torch
 
-    from tilewise.ops.flash.configs_hopper import Direction
+    from tilewise.ops.flash.hopper.configs import Direction
     from tilewise.ops.flash.launch import Inputs
 
 
@@ -29,13 +29,13 @@ def why_not_hopper(direction: Direction, inputs: Inputs, *gradients: torch.Tenso
     if not backend.compiles_for(q.device):
         return "Gluon has no interpreter"
     architecture = backend.architecture(q.device)
-    if architecture != configs_hopper.ARCHITECTURE:
-        return f"sm_{architecture} is not sm_{configs_hopper.ARCHITECTURE}"
+    if architecture != hopper_configs.ARCHITECTURE:
+        return f"sm_{architecture} is not sm_{hopper_configs.ARCHITECTURE}"
     if not gluon.usable():
         return gluon.why_off()
     unreadable = next(((i, x) for i, x in enumerate((q, k, v, *gradients)) if not fits_tiles(x)), None)
     problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), unreadable is None)
-    reason = configs_hopper.why_not(direction, problem)
+    reason = hopper_configs.why_not(direction, problem)
     if reason is None and unreadable is not None:
         i, x = unreadable
         return why_unreadable(("q", "k", "v", *("do",) * len(gradients))[i], x)

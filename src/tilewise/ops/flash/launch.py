@@ -21,11 +21,12 @@ from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import configs, families
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.flash.kernels_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
-from tilewise.ops.flash.kernels_fwd import flash_fwd_kernel
+from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
+from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
 
 if gluon.AVAILABLE:
-    from tilewise.ops.flash import launch_hopper, launch_hopper_bwd
+    from tilewise.ops.flash.hopper import launch as hopper_launch
+    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
@@ -203,7 +204,7 @@ def plan_forward(
         return o, lse
     why_not = families.why_not_hopper("forward", inputs) if config is None and taps is None else "the tiles are given"
     if why_not is None:
-        launched = launch_hopper.forward_launch(inputs, o, lse)
+        launched = hopper_launch.forward_launch(inputs, o, lse)
     else:
         note(q, _portable, why_not)
         launched = forward_launch(inputs, o, lse, config or _choose("fwd", inputs), taps)
@@ -324,9 +325,9 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
     reason = families.why_not_hopper("backward", inputs)
     if reason is not None:
         return reason
-    if not launch_hopper_bwd.fits(inputs):
+    if not hopper_launch_bwd.fits(inputs):
         return "more than 2^31 query rows of all heads"
-    if launch_hopper_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).parts > 1:
+    if hopper_launch_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).parts > 1:
         return "few KV blocks, so a GQA group is divided"
     return None
 
@@ -372,8 +373,8 @@ def plan_backward(
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     why_not = "the tiles are given" if portable else _why_not_hopper(inputs)
     if why_not is None:
-        return launch_hopper_bwd.plan_backward(
-            inputs, o, lse, do, dlse, launch_hopper_bwd.choose_order(inputs, deterministic)
+        return hopper_launch_bwd.plan_backward(
+            inputs, o, lse, do, dlse, hopper_launch_bwd.choose_order(inputs, deterministic)
         )
     note(q, _portable, why_not)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, do)

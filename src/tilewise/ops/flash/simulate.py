@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.ops.flash.configs_hopper import sweeps_heads
+from tilewise.ops.flash.hopper.configs import sweeps_heads
 
 Named = tuple[str, torch.Tensor]
 # One of the simulations below.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._device.varlen import order_tiles_kernel
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,
@@ -21,12 +22,11 @@ from tilewise.ops._host.launching import (
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.template import emit, note
-from tilewise.ops._tile.varlen import order_tiles_kernel
 from tilewise.ops.flash.launch import LOG2E, Taps
 from tilewise.ops.hstu import configs
 from tilewise.ops.hstu.configs import Config
-from tilewise.ops.hstu.kernels_bwd import hstu_bwd_dkdv_kernel, hstu_bwd_dq_kernel
-from tilewise.ops.hstu.kernels_fwd import hstu_fwd_kernel
+from tilewise.ops.hstu.kernels.bwd import hstu_bwd_dkdv_kernel, hstu_bwd_dq_kernel
+from tilewise.ops.hstu.kernels.fwd import hstu_fwd_kernel
 
 # Sequences, and tiles of one, that a program of `order_tiles_kernel` takes at a time.
 ORDERED = 1024

@@ -52,17 +52,17 @@ def native_sparse_attention(
             `h // (Hq // Hk)`.
         v: values `[B, T, Hk, Dv]` or `[N, Hk, Dv]`; Dv may differ from D.
         g_cmp, g_slc, g_swa: gates `[B, T, Hq]` or `[N, Hq]`, in q's dtype or fp32; None leaves the branch out. At least
-        one must be given. k_cmp, v_cmp: learned compressed keys and values, both or neither: `[B, C, Hk, D]` and
-        `[B, C, Hk, Dv]` with
+            one must be given.
+        k_cmp, v_cmp: learned compressed keys and values, both or neither: `[B, C, Hk, D]` and `[B, C, Hk, Dv]` with
             `C = max(0, (T - compress_size) // compress_stride + 1)`, or packed, those of all sequences end to end. By
             default the windows' means.
         compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a
-        multiple of the stride.
+            multiple of the stride.
         block_size: tokens in a block that can be selected, a multiple of compress_stride; `triton` takes up to 128.
         block_count: how many blocks each query selects.
         window_size: keys of the sliding window, the query's own included.
         init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always
-        selected; together at most
+            selected; together at most
             block_count.
         scale: any finite number, by default `D ** -0.5`.
         cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence

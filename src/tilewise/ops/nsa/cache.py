@@ -19,7 +19,7 @@ class NSACache:
         batch, max_len: sequences, and the most tokens that each may have.
         kv_heads, D, Dv: as in k `[B, T, kv_heads, D]` and v `[B, T, kv_heads, Dv]`.
         compress_size, compress_stride, block_size, block_count, window_size, init_blocks, local_blocks: as in
-        native_sparse_attention.
+            native_sparse_attention.
         compress: a learned compression, `compress(k_windows, v_windows) -> (k_cmp, v_cmp)`, from
             `[B', C', compress_size, kv_heads, D]` and `[.., Dv]` to `[B', C', kv_heads, D]` and `[.., Dv]`, every
             window for itself; B' and C' are whatever there is to compress. It may be given windows of zeros, whose

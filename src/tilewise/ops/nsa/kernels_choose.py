@@ -15,8 +15,8 @@ steps of bisection over the bits find the last score that is taken, a prefix sum
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.load import load_rows
-from tilewise.ops._tile.varlen import locate_slot, sequence_bounds
+from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.varlen import locate_slot, sequence_bounds
 
 SIZES = ("n_batch", "n_tokens", "n_heads_k", "group", "n_windows", "first_tile", "n_tiles", "n_blocks", "n_rows")
 FORCED = tl.constexpr(0x7FFFFFFF)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.load import store_rows
-from tilewise.ops._tile.varlen import locate_tile, sequence_bounds
+from tilewise.ops._device.load import store_rows
+from tilewise.ops._device.varlen import locate_tile, sequence_bounds
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
 

@@ -13,8 +13,8 @@ a bit a token. Those that reach past the tile's first token, which come first, a
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import named_blocks, skipped, sorted_entries, within_run
-from tilewise.ops._tile.varlen import first_slot, locate_slot
+from tilewise.ops._device.blocks import named_blocks, skipped, sorted_entries, within_run
+from tilewise.ops._device.varlen import first_slot, locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile", "n_tiles", "n_lists")
 

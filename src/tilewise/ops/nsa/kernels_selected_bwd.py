@@ -12,7 +12,7 @@ In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing ha
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import (
+from tilewise.ops._device.blocks import (
     gather_rows,
     head_pointer,
     keys_kept,
@@ -21,9 +21,9 @@ from tilewise.ops._tile.blocks import (
     no_segment,
     skipped,
 )
-from tilewise.ops._tile.load import load_rows
-from tilewise.ops._tile.plain import load_plain, store_plain, store_sums
-from tilewise.ops._tile.varlen import locate_slot
+from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.plain import load_plain, store_plain, store_sums
+from tilewise.ops._device.varlen import locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 

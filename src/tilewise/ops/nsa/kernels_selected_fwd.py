@@ -13,7 +13,7 @@ query order does U / SLOTS times the work that is needed, U being the mean union
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.blocks import (
+from tilewise.ops._device.blocks import (
     gather_rows,
     head_pointer,
     keys_kept,
@@ -22,9 +22,9 @@ from tilewise.ops._tile.blocks import (
     no_segment,
     skipped,
 )
-from tilewise.ops._tile.load import load_rows
-from tilewise.ops._tile.softmax import softmax_finish
-from tilewise.ops._tile.varlen import locate_slot
+from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.softmax import softmax_finish
+from tilewise.ops._device.varlen import locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 

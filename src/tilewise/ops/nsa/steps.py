@@ -38,7 +38,7 @@ def compressed_attention(
             `h // (Hq // Hk)`.
         v_cmp: a value for each window, `[B, C, Hk, Dv]` or packed; Dv may differ from D.
         compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a
-        multiple of the stride.
+            multiple of the stride.
         scale: any finite number, by default `D ** -0.5`.
         cu_seqlens: offsets `[B + 1]` of packed sequences, int32 or int64, first 0, last N, never decreasing; a sequence
             may be empty.
@@ -100,7 +100,7 @@ def select_blocks(
         block_size: tokens in a block, a multiple of compress_stride.
         block_count: how many blocks are selected, fewer only where there are fewer.
         init_blocks, local_blocks: the first ones, and the query's own with those just before it, which are always
-        selected; together at most
+            selected; together at most
             block_count.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from tilewise.verify.suite import Mutant
 
-_VARLEN, _BLOCKS = "_tile.varlen", "_tile.blocks"
+_VARLEN, _BLOCKS = "_device.varlen", "_device.blocks"
 _CHOOSE, _NORM, _KEYS, _SELECTED, _BSA = (
     "bsa.kernels_choose",
     "bsa.kernels_norm",

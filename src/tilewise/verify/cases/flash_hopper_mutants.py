@@ -5,12 +5,12 @@ from functools import partial
 from tilewise.verify.suite import Mutant
 
 _ITEMS, _BLOCKS, _FWD, _BWD, _SUM, _REACH = (
-    "_tile.hopper_items",
-    "_tile.hopper_blocks",
-    "flash.kernels_hopper_fwd",
-    "flash.kernels_hopper_bwd",
-    "flash.kernels_hopper_sum",
-    "_tile.reach",
+    "_device.hopper.work",
+    "_device.hopper.blocks",
+    "flash.hopper.fwd",
+    "flash.hopper.bwd",
+    "flash.hopper.sum",
+    "_device.reach",
 )
 _planted = partial(Mutant, capability=(9, 0))
 

@@ -3,13 +3,13 @@
 from tilewise.verify.suite import Mutant
 
 _FWD, _BWD, _LAUNCH, _HISTORY, _SILU = (
-    "hstu.kernels_fwd",
-    "hstu.kernels_bwd",
+    "hstu.kernels.fwd",
+    "hstu.kernels.bwd",
     "hstu.launch",
-    "_tile.history",
-    "_tile.silu",
+    "_device.history",
+    "_device.silu",
 )
-_MASK, _VARLEN = "_tile.mask", "_tile.varlen"
+_MASK, _VARLEN = "_device.mask", "_device.varlen"
 _KEPT = "m_keep = (o_m == o_n) | (d > 0)"
 _CONTEXT = "m_keep | ((at_m == 0) & (at_n < end))"
 _SLOPE = "b_p * (ratio - ratio * b_sigmoid) + b_sigmoid"
@@ -168,7 +168,7 @@ HSTU = (
     Mutant(
         "next-sequence",
         "rows past a sequence's end are the next one's",
-        "_tile.load",
+        "_device.load",
         "m_r = (i_row + tl.arange(0, BLOCK) < n_rows)[:, None]",
         "m_r = (i_row + tl.arange(0, BLOCK) < n_rows + BLOCK)[:, None]",
     ),

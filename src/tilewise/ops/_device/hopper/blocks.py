@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.ops._tile.hopper import load_tile, store_tile, thread_barrier, tma_load, write_note
-from tilewise.ops._tile.hopper_turns import FIELDS, open_sum, read_block
-from tilewise.ops._tile.reach import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
-from tilewise.ops._tile.varlen import find_tile, first_slot, sequence_bounds
+from tilewise.ops._device.hopper.ring import load_tile, store_tile, thread_barrier, tma_load, write_note
+from tilewise.ops._device.hopper.semaphore import FIELDS, open_sum, read_block
+from tilewise.ops._device.reach import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
+from tilewise.ops._device.varlen import find_tile, first_slot, sequence_bounds
 
 
 @gluon.jit

@@ -10,9 +10,9 @@ import torch
 from tilewise.ops._host.hopper import processors, tile_descriptor
 from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops.flash import configs_hopper
-from tilewise.ops.flash.configs_hopper import ROWS, Forward
-from tilewise.ops.flash.kernels_hopper_fwd import flash_fwd_hopper_kernel
+from tilewise.ops.flash.hopper import configs as hopper_configs
+from tilewise.ops.flash.hopper.configs import ROWS, Forward
+from tilewise.ops.flash.hopper.fwd import flash_fwd_hopper_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
@@ -27,7 +27,7 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
     bytes_a_key_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
     tickets = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
     return {
-        "together": configs_hopper.heads_together(inputs.heads, inputs.group, bytes_a_key_head, limited),
+        "together": hopper_configs.heads_together(inputs.heads, inputs.group, bytes_a_key_head, limited),
         "counter": q.new_zeros((1,), dtype=torch.int32) if tickets else None,
     }
 
@@ -35,13 +35,13 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
 def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: Forward | None = None) -> Launch:
     """The forward kernel's launch, with the given tiles or those that configs choose."""
     q, k, v, scale, softcap = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.softcap
-    config = config or configs_hopper.choose_forward(
+    config = config or hopper_configs.choose_forward(
         q.shape[-1], v.shape[-1], k.shape[-3], bool(softcap), inputs.left is not None, inputs.right is not None
     )
-    width, value_width = configs_hopper.padded(q.shape[-1]), configs_hopper.padded(v.shape[-1])
+    width, value_width = hopper_configs.padded(q.shape[-1]), hopper_configs.padded(v.shape[-1])
     n_tiles = tile_slots(q.shape[-3], config.block_m, inputs.cu_q)
     n_items = n_tiles * inputs.heads
-    registers = configs_hopper.REGISTERS[config.groups]
+    registers = hopper_configs.REGISTERS[config.groups]
     arguments = _order(inputs, n_items) | {
         "q": tile_descriptor(q, ROWS, width),
         "k": tile_descriptor(k, config.block_n, width),

@@ -2,7 +2,7 @@
 processor.
 
 Tile plan, one item a query tile of 64 · GROUPS rows of one head: warpgroups of 64 rows each keep their Q in shared
-memory, and O, with the scores of one key tile, in registers; one warp more fetches (`_tile.hopper_items`): Q, into
+memory, and O, with the scores of one key tile, in registers; one warp more fetches (`_device.hopper.work`): Q, into
 SLOTS places in turn, and in a ring of STAGES buffers for each step BLOCK_N rows of K with the rows of V of the tile
 before, for the next item too while this one ends. A step starts the scores of its tile and the product of the tile
 before, and computes the softmax; the first scores of the next item are computed while O leaves. A step is a chain of
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.ops._tile.hopper import (
+from tilewise.ops._device.hopper.ring import (
     allocate_barriers,
     allocate_notes,
     allocate_tiles,
@@ -36,9 +36,9 @@ from tilewise.ops._tile.hopper import (
     store_tile,
     thread_barrier,
 )
-from tilewise.ops._tile.hopper_items import FIELDS, ROWS, fetch_items, key_tiles, own_tiles
-from tilewise.ops._tile.mask import keep
-from tilewise.ops._tile.softmax import cap_scores, online_softmax_terms
+from tilewise.ops._device.hopper.work import FIELDS, ROWS, fetch_items, key_tiles, own_tiles
+from tilewise.ops._device.mask import keep
+from tilewise.ops._device.softmax import cap_scores, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")

@@ -1,7 +1,7 @@
 """Flash attention backward for Hopper: one kernel and five products, dQ summed in memory.
 
 A program takes block after block of BLOCK_N keys of one key head: two warpgroups with half of them each, which share
-every query tile that one warp brings (`_tile.hopper_blocks`). A warpgroup computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that
+every query tile that one warp brings (`_device.hopper.blocks`). A warpgroup computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that
 Pᵀ and dSᵀ come out of the matrix unit in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them. dSᵀ also goes
 through shared memory, and each warpgroup makes one half of the columns of dQ = dS K from the keys of both. That half is
 added to an fp32 sum in global memory, whose private order [D / 8, BLOCK_M, 8] lets a warp write 256 bytes in a row
@@ -45,11 +45,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.ops._tile.hopper import allocate_barriers, allocate_notes, allocate_tiles, as_matrix, thread_barrier
-from tilewise.ops._tile.hopper_blocks import fetch_blocks, store_blocks
-from tilewise.ops._tile.hopper_turns import FIELDS, TURNS, read_block, read_visits, take_turns
-from tilewise.ops._tile.reach import heads_of_sweep, meets_first, whole_tiles
-from tilewise.ops._tile.softmax import cap_scores
+from tilewise.ops._device.hopper.blocks import fetch_blocks, store_blocks
+from tilewise.ops._device.hopper.ring import (
+    allocate_barriers,
+    allocate_notes,
+    allocate_tiles,
+    as_matrix,
+    thread_barrier,
+)
+from tilewise.ops._device.hopper.semaphore import FIELDS, TURNS, read_block, read_visits, take_turns
+from tilewise.ops._device.reach import heads_of_sweep, meets_first, whole_tiles
+from tilewise.ops._device.softmax import cap_scores
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
 SIZES = ("n_batch", "n_slots_k", "n_slots_q", "n_heads_k", "n_queries", "n_keys", "together", "left", "right")
@@ -370,7 +376,7 @@ def flash_bwd_hopper_kernel(
     # Owns: one block after the other, BLOCK_N keys of one key head, the next that nobody has taken.
     # Loops over: the query tiles that meet them, of one query head of the group after the other, or in each tile over
     # those heads.
-    # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `kernels_hopper_sum` makes dq of.
+    # Writes: the blocks' rows of dk and dv; adds to those tiles of sums, which `hopper.sum` makes dq of.
     # AHEAD waits for the next query tile before it lets go of this one.
     gl.static_assert(STAGES > 1 or not AHEAD)
     # Block 0 clears every tile, of one query head.

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._tile.hopper import read_note, thread_barrier
-from tilewise.ops._tile.reach import heads_of_sweep, meets_first
+from tilewise.ops._device.hopper.ring import read_note, thread_barrier
+from tilewise.ops._device.reach import heads_of_sweep, meets_first
 
 # Tiles of dQ that `grant` may be ahead of `release`.
 TURNS = gl.constexpr(4)

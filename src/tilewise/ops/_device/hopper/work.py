@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._tile.hopper import load_tile, next_stage, thread_barrier, write_note
-from tilewise.ops._tile.mask import key_range
-from tilewise.ops._tile.varlen import find_tile, sequence_bounds
+from tilewise.ops._device.hopper.ring import load_tile, next_stage, thread_barrier, write_note
+from tilewise.ops._device.mask import key_range
+from tilewise.ops._device.varlen import find_tile, sequence_bounds
 
 # Rows of one warpgroup.
 ROWS = gl.constexpr(64)

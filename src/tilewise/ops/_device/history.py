@@ -12,7 +12,7 @@ None no limit.
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.mask import split_range
+from tilewise.ops._device.mask import split_range
 
 
 @triton.jit

@@ -8,7 +8,7 @@ GROUP query heads that share its choice; tiles hold GROUP_P (a power of two) row
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.varlen import first_slot, locate_slot
+from tilewise.ops._device.varlen import first_slot, locate_slot
 
 
 @triton.jit

@@ -5,8 +5,8 @@ HISTORY by `history`'s.
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.history import history_key_range, history_query_range, keep_history
-from tilewise.ops._tile.mask import keep, key_range, query_range, split_tail
+from tilewise.ops._device.history import history_key_range, history_query_range, keep_history
+from tilewise.ops._device.mask import keep, key_range, query_range, split_tail
 
 
 @triton.jit

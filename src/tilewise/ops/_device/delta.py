@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.load import load_rows
+from tilewise.ops._device.load import load_rows
 
 
 @triton.jit

@@ -9,13 +9,13 @@ be transposed.
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.history import history_end
-from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keys_seen
-from tilewise.ops._tile.pairs import kept_pairs, keys_of, queries_of
-from tilewise.ops._tile.silu import silu_slopes
-from tilewise.ops._tile.tap import tap
-from tilewise.ops._tile.varlen import locate_ordered, same_or_other_side
+from tilewise.ops._device.history import history_end
+from tilewise.ops._device.load import load_rows, store_rows
+from tilewise.ops._device.mask import diagonal, keys_seen
+from tilewise.ops._device.pairs import kept_pairs, keys_of, queries_of
+from tilewise.ops._device.silu import silu_slopes
+from tilewise.ops._device.tap import tap
+from tilewise.ops._device.varlen import locate_ordered, same_or_other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context")

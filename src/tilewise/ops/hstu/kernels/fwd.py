@@ -7,19 +7,19 @@ BLOCK_N · (D + Dv) a step, and a sigmoid a pair, which weighs as much as the pr
 memory: Q and O once; K and V once for each query tile, from the L2 cache for all but the first.
 
 The mask is that of flash attention (left, right, KEY_STRIDE) or, where num_targets or context is given, that of
-`_tile.history`.
+`_device.history`.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.ops._tile.history import history_end
-from tilewise.ops._tile.load import load_rows, store_rows
-from tilewise.ops._tile.mask import diagonal, keys_seen
-from tilewise.ops._tile.pairs import kept_pairs, keys_of
-from tilewise.ops._tile.silu import silu_weights
-from tilewise.ops._tile.tap import tap
-from tilewise.ops._tile.varlen import locate_ordered, same_or_other_side
+from tilewise.ops._device.history import history_end
+from tilewise.ops._device.load import load_rows, store_rows
+from tilewise.ops._device.mask import diagonal, keys_seen
+from tilewise.ops._device.pairs import kept_pairs, keys_of
+from tilewise.ops._device.silu import silu_weights
+from tilewise.ops._device.tap import tap
+from tilewise.ops._device.varlen import locate_ordered, same_or_other_side
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context")

@@ -16,9 +16,9 @@ from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
-from tilewise.ops.flash.configs_hopper import Backward, Order, choose_backward, padded, sweeps_heads
-from tilewise.ops.flash.kernels_hopper_bwd import flash_bwd_hopper_kernel
-from tilewise.ops.flash.kernels_hopper_sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
+from tilewise.ops.flash.hopper.bwd import flash_bwd_hopper_kernel
+from tilewise.ops.flash.hopper.configs import Backward, Order, choose_backward, padded, sweeps_heads
+from tilewise.ops.flash.hopper.sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
@@ -233,7 +233,7 @@ def plan_backward(
     order: Order = "fixed",
     config: Backward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv in the inputs' dtype and contiguous, for a call that `configs_hopper.serves`.
+    """dq, dk and dv in the inputs' dtype and contiguous, for a call that `hopper_configs.serves`.
 
     With groups or under a left limit the order cannot be `opened`.
     """

@@ -1,0 +1,1 @@
+"""Device helpers of the kernels written in Gluon for Hopper."""

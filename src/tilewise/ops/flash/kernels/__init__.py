@@ -1,0 +1,1 @@
+"""Portable kernels, forward and backward: device code alone."""
