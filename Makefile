@@ -6,6 +6,8 @@ VENV := $(if $(filter-out 0,$(SYSTEM)),.venv-system,.venv)
 # Tools are called as modules: one that the machine has already leaves no script there.
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Both are installed from their folders.
+PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 # Beside the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
 
@@ -22,12 +24,12 @@ help:
 	@echo "make format    format the sources"
 	@echo "SYSTEM=1       with any of them: keep the torch and triton that PYTHON ($(PYTHON)) has, in .venv-system"
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: $(PROJECTS) constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable packages/mytorch
 	@touch $@
 
-.venv-system/.ready: pyproject.toml constraints.txt tools/system_environment.py
+.venv-system/.ready: $(PROJECTS) constraints.txt tools/system_environment.py
 	$(PYTHON) tools/system_environment.py .venv-system
 	@touch $@
 

@@ -47,9 +47,14 @@ def sessions(compare: Path | None) -> dict[str, Session]:
     import tilewise
 
     sources = {NOW: Path(tilewise.__file__).parents[1], BEFORE: compare.resolve()}
-    command, inherited = [sys.executable, str(Path(__file__).resolve()), "--serve"], os.environ.get("PYTHONPATH", "")
-    paths = {version: os.pathsep.join([str(source), inherited]) for version, source in sources.items()}
-    return {version: Remote(command, {"PYTHONPATH": path}) for version, path in paths.items()}
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+    return {version: Remote(command, {"PYTHONPATH": import_path(source)}) for version, source in sources.items()}
+
+
+def import_path(source: Path) -> str:
+    """PYTHONPATH of the version whose tilewise is in `source`; its mytorch is next to that, or in it in older ones."""
+    folders = (source, source.parent / "packages" / "mytorch" / "src", os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join(map(str, folders))
 
 
 def command(given: argparse.Namespace) -> str:

@@ -169,11 +169,18 @@ def memory() -> dict[str, int]:
     """Both backends' growth, each in a process of its own; the serial one is the plain formula."""
     command = "import mytorch_cpu, sys; print(mytorch_cpu.growth(sys.argv[1]))"
     folder = Path(__file__).parent
+    # The other process starts in another folder, and imports what this one can.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
     def measured(backend: str) -> int:
         return int(
             subprocess.run(
-                [sys.executable, "-c", command, backend], cwd=folder, check=True, capture_output=True, text=True
+                [sys.executable, "-c", command, backend],
+                cwd=folder,
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
             ).stdout
         )
 

@@ -294,12 +294,18 @@ def test_a_ptxas_that_does_not_run(monkeypatch):
     )
 
 
-def test_a_missing_tool_says_what_lacks_without_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [
+        ("jinja2", "without it HTML reports will not work: pip install '.[tools]'"),
+        ("numba", "without it mytorch's parallel backend will not work: pip install ./packages/mytorch"),
+    ],
+)
+def test_a_missing_package_says_what_lacks_without_it(monkeypatch, missing, advice):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else found(name))
-    finding = next(finding for finding in doctor_machine.packages() if finding.subject == "jinja2")
-    assert (finding.found, finding.level) == ("not installed", "note")
-    assert finding.advice == "without it HTML reports will not work: pip install '.[tools]'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    finding = next(finding for finding in doctor_machine.packages() if finding.subject == missing)
+    assert (finding.found, finding.level, finding.advice) == ("not installed", "note", advice)
 
 
 def test_a_package_without_metadata_is_no_error(monkeypatch):

@@ -18,12 +18,12 @@ from tilewise.inspect.allowances import OPERATORS
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
-SCRIPT, MYTORCH = TESTS / "compile_every_kernel.py", TESTS / "mytorch" / "compile_kernels.py"
+SCRIPT, MYTORCH = TESTS / "compile_every_kernel.py", TESTS.parent / "packages" / "mytorch"
 
 
-def kernels(package: str) -> set[str]:
-    """Names of what is launched, as the sources have them."""
-    sources = (path.read_text() for path in (TESTS.parent / "src" / package).rglob("*.py"))
+def kernels(project: Path) -> set[str]:
+    """Names of what is launched, as the sources of a distribution have them."""
+    sources = (path.read_text() for path in (project / "src").rglob("*.py"))
     names = {name for source in sources for name in re.findall(r"(?m)^def (\w+_kernel)\(", source)}
     assert len(names) > 20
     return names
@@ -40,18 +40,18 @@ def compiled(architecture: int, *groups: tuple[str, ...]) -> set[str]:
 
 def test_every_kernel_compiles_for_hopper():
     """In every operator that launches it, forward and backward."""
-    assert compiled(90, *((operator,) for operator in OPERATORS), ("probe",)) == kernels("tilewise")
+    assert compiled(90, *((operator,) for operator in OPERATORS), ("probe",)) == kernels(TESTS.parent)
 
 
 @pytest.mark.parametrize("architecture", [80, 100])
 def test_the_portable_kernels_compile_for_other_cards(architecture):
     found = compiled(architecture, (*OPERATORS, "probe"))
-    assert found == {name for name in kernels("tilewise") if "_hopper_" not in name}
+    assert found == {name for name in kernels(TESTS.parent) if "_hopper_" not in name}
 
 
 def test_every_kernel_of_mytorch_compiles():
-    found = run_compiling(MYTORCH, 90, "float32", "each")
-    assert {kernel["kernel"] for kernel in found} == kernels("mytorch")
+    found = run_compiling(MYTORCH / "tests" / "compile_kernels.py", 90, "float32", "each")
+    assert {kernel["kernel"] for kernel in found} == kernels(MYTORCH)
 
 
 @pytest.mark.parametrize("operator", registry.OPERATORS)

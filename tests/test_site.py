@@ -110,7 +110,7 @@ def test_every_link_leads_to_a_file_and_a_place_in_it(site):
     ids=["link", "anchor", "page", "name"],
 )
 def test_what_leads_nowhere_fails_the_build(page, text, complaint, tmp_path):
-    for folder in ("docs", "src", "examples", "benchmarks"):
+    for folder in ("docs", "src", "packages", "examples", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with (tmp_path / "docs" / page).open("a", encoding="utf-8") as file:

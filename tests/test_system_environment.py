@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tools" / "system_environment.py"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECTS = [
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in (".", "packages/mytorch")
+]
+PROJECT = PROJECTS[0]
 PINS = (ROOT / "constraints.txt").read_text()
 TORCH, TRITON = "2.11.0+odd.7", "3.6.5"
 REQUIRED_BY_TORCH = ["filelock", f"triton=={TRITON}; platform_system == 'Linux'"]
@@ -80,7 +83,7 @@ def of_the_two(lines: list[str]) -> list[str]:
 def test_pip_touches_neither(site, tmp_path):
     found = found_in(site)
     assert {module: one.version for module, one in found.items()} == {"torch": TORCH, "triton": TRITON}
-    requirements = tool.requirements(PROJECT, found, REQUIRED_BY_TORCH)
+    requirements = tool.requirements(PROJECTS, found, REQUIRED_BY_TORCH)
     assert pip_would_install(site, requirements, tool.constraints(PINS, found), tmp_path) == set()
     # Even where another package asks for them.
     assert pip_would_install(site, ["torch", "triton>=3.6"], tool.constraints(PINS, found), tmp_path) == set()
@@ -90,10 +93,10 @@ def test_pip_touches_neither(site, tmp_path):
 
 
 def test_what_pip_is_asked_for_is_the_rest(site):
-    requirements = tool.requirements(PROJECT, found_in(site), REQUIRED_BY_TORCH)
+    requirements = tool.requirements(PROJECTS, found_in(site), REQUIRED_BY_TORCH)
     names = {tool.name_of(line) for line in requirements}
-    assert not names & {"torch", "triton", "tilewise", "filelock"}
-    assert {"numpy", "rich", "typer", "numba", "mkdocs-material", "pytest", "ruff"} <= names
+    assert not names & {"torch", "triton", "tilewise", "tilewise-mytorch", "filelock"}
+    assert {"numpy", "rich", "typer", "numba", "safetensors", "mkdocs-material", "pytest", "ruff"} <= names
     assert len(requirements) == len(set(requirements))
 
 
@@ -111,16 +114,16 @@ def test_what_is_missing_is_said_and_installed_to_fit_the_other(site, capsys):
     assert capsys.readouterr().out == f"torch {TORCH} is kept: {site}\ntriton is missing: it is installed\n"
     # The range is the package's, the release the one that this torch requires; our pins stay out of it.
     our_torch, our_triton = of_the_two(PROJECT["dependencies"])
-    assert of_the_two(tool.requirements(PROJECT, only_torch, REQUIRED_BY_TORCH)) == [our_triton, REQUIRED_BY_TORCH[1]]
+    assert of_the_two(tool.requirements(PROJECTS, only_torch, REQUIRED_BY_TORCH)) == [our_triton, REQUIRED_BY_TORCH[1]]
     assert of_the_two(tool.constraints(PINS, only_torch)) == [f"torch=={TORCH}"]
-    assert of_the_two(tool.requirements(PROJECT, only_triton, [])) == [our_torch]
+    assert of_the_two(tool.requirements(PROJECTS, only_triton, [])) == [our_torch]
     assert of_the_two(tool.constraints(PINS, only_triton)) == [f"triton=={TRITON}"]
 
 
 def test_where_there_is_neither_both_are_the_pinned_ones(capsys):
     tool.say({})
     assert capsys.readouterr().out == "torch is missing: it is installed\ntriton is missing: it is installed\n"
-    assert {"torch", "triton"} <= {tool.name_of(line) for line in tool.requirements(PROJECT, {}, [])}
+    assert {"torch", "triton"} <= {tool.name_of(line) for line in tool.requirements(PROJECTS, {}, [])}
     assert [line for line in PINS.splitlines() if tool.name_of(line)] == tool.constraints(PINS, {})
 
 
@@ -128,7 +131,7 @@ def test_a_triton_under_another_name_is_kept(tmp_path):
     add_stub(tmp_path, "triton", "3.6.0+gitabc", name="pytorch-triton")
     found = found_in(tmp_path)
     assert found["triton"][:2] == ("pytorch-triton", "3.6.0+gitabc")
-    assert "triton" not in {tool.name_of(line) for line in tool.requirements(PROJECT, found, [])}
+    assert "triton" not in {tool.name_of(line) for line in tool.requirements(PROJECTS, found, [])}
     assert "pytorch-triton==3.6.0+gitabc" in tool.constraints(PINS, found)
 
 
@@ -176,7 +179,7 @@ def test_the_environment_has_what_was_there(made, site, tmp_path):
     for option, name in (("--constraint", "constraints.txt"), ("--requirement", "requirements.txt")):
         assert first[first.index(option) + 1] == str(tmp_path / "made" / name)
     assert "\ntorch" not in (tmp_path / "made" / "requirements.txt").read_text()
-    assert second[-3:] == ("--no-deps", "--editable", ".")
+    assert second[-5:] == ("--no-deps", "--editable", ".", "--editable", "packages/mytorch")
 
 
 def test_another_torch_in_the_environment_is_an_error(made):

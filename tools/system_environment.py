@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+# What is installed from its folder: tilewise, whose extra `dev` counts too, and mytorch.
+FOLDERS = (".", "packages/mytorch")
 # What is kept, with the names under which it is distributed: nightly builds and containers have others for Triton.
 KEPT = {"torch": ("torch",), "triton": ("triton", "pytorch-triton", "triton-nightly")}
 UNKNOWN = "of unknown version"
@@ -79,15 +81,20 @@ def too_old(dependencies: Iterable[str], found: dict[str, Found]) -> list[str]:
     ]
 
 
-def requirements(project: dict[str, Any], found: dict[str, Found], required_by_torch: Iterable[str]) -> list[str]:
-    """What pip is asked for: what the package and its extra `dev` require, but for what is there."""
-    extras, lines = project["optional-dependencies"], [*project["dependencies"], f"{project['name']}[dev]"]
+def requirements(
+    projects: list[dict[str, Any]], found: dict[str, Found], required_by_torch: Iterable[str]
+) -> list[str]:
+    """What pip is asked for: what the packages and their extras `dev` require, but for what is there."""
+    extras = {project["name"]: project.get("optional-dependencies", {}) for project in projects}
+    lines = [line for project in projects for line in project["dependencies"]]
+    lines += [line for of_one in extras.values() for line in of_one.get("dev", ())]
     wanted: list[str] = []
     while lines:
         line = lines.pop(0)
-        if name_of(line) == project["name"]:
-            # Its own extras: tilewise[tools,docs].
-            lines += [more for extra in re.findall(r"\w+", line)[1:] for more in extras[extra]]
+        if name_of(line) in extras:
+            # Extras of its own: tilewise[tools,docs].
+            named = re.findall(r"\w+", line.partition("[")[2])
+            lines += [more for extra in named for more in extras[name_of(line)][extra]]
         elif name_of(line) not in found and line not in wanted:
             wanted.append(line)
     # pip is not asked for a torch that is there, and so does not see which Triton it requires.
@@ -136,27 +143,28 @@ def seen_by(python: Path) -> dict[str, Found]:
 
 
 def make(folder: Path) -> None:
-    """The environment, with all that the package and its tests need."""
+    """The environment, with all that the packages and their tests need."""
     # The machine's interpreter, not one that pip has let pass.
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"Python {sys.version.split()[0]} is too old: give one of 3.11 or newer, make SYSTEM=1 PYTHON=...")
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [(ROOT / place / "pyproject.toml").read_text(encoding="utf-8") for place in FOLDERS]
+    projects = [tomllib.loads(text)["project"] for text in texts]
     found = look()
     say(found)
-    for line in too_old(project["dependencies"], found):
+    for line in too_old(projects[0]["dependencies"], found):
         sys.exit(line)
     python = make_folder(folder, found)
     listed = "torch" in found and found["torch"].version != UNKNOWN
     required_by_torch = (importlib.metadata.requires("torch") or []) if listed else []
-    wanted = requirements(project, found, required_by_torch)
+    wanted = requirements(projects, found, required_by_torch)
     pins = constraints((ROOT / "constraints.txt").read_text(encoding="utf-8"), found)
     for name, lines in (("requirements.txt", wanted), ("constraints.txt", pins)):
         (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     pip = (str(python), "-m", "pip", "install", "--quiet")
     run(*pip, "--constraint", str(folder / "constraints.txt"), "--requirement", str(folder / "requirements.txt"))
-    run(*pip, "--no-deps", "--editable", ".")
+    run(*pip, "--no-deps", *(word for place in FOLDERS for word in ("--editable", place)))
     now = seen_by(python)
     for module, one in found.items():
         if now.get(module) != one:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host
 import pytest
 import rounds
 import table
@@ -264,6 +265,12 @@ def test_contenders_are_those_that_are_compared(name):
     one = cases()[name]
     built = one.build("cpu")
     assert {name for pair in one.compared for name in (pair.ours, pair.other)} == set(built)
+
+
+def test_a_version_is_measured_with_its_own_mytorch(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "given")
+    mytorch = os.path.join("before", "packages", "mytorch", "src")
+    assert host.import_path(Path("before/src")).split(os.pathsep) == [os.path.join("before", "src"), mytorch, "given"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from tilewise.doctor.finding import MISSING, Finding, Level, version_of
 
-# What lacks without a package, and what installs it.
+# What lacks without a package, and what installs it from the repository.
 PACKAGES = {
-    "rich": ("the command line", "tools"),
-    "typer": ("the command line", "tools"),
-    "jinja2": ("HTML reports", "tools"),
-    "hypothesis": ("verify --search", "tools"),
-    "matplotlib": ("plots of bench", "tools"),
-    "numba": ("mytorch's parallel backend", "mytorch"),
-    "safetensors": ("mytorch's files of weights", "mytorch"),
+    "rich": ("the command line", "'.[tools]'"),
+    "typer": ("the command line", "'.[tools]'"),
+    "jinja2": ("HTML reports", "'.[tools]'"),
+    "hypothesis": ("verify --search", "'.[tools]'"),
+    "matplotlib": ("plots of bench", "'.[tools]'"),
+    "numba": ("mytorch's parallel backend", "./packages/mytorch"),
+    "safetensors": ("mytorch's files of weights", "./packages/mytorch"),
 }
 # Variables that change what runs or how fast, and what to know about each.
 VARIABLES = {
@@ -47,9 +47,9 @@ LITTLE_SPACE = 2 << 30
 
 def packages() -> Iterator[Finding]:
     """Packages that parts of tilewise need."""
-    for name, (what, extra) in PACKAGES.items():
+    for name, (what, source) in PACKAGES.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding(name, MISSING, "note", f"without it {what} will not work: pip install '.[{extra}]'")
+            yield Finding(name, MISSING, "note", f"without it {what} will not work: pip install {source}")
         else:
             yield Finding(name, version_of(name))
 

@@ -2,6 +2,8 @@
 fp64 is slow.
 """
 
+from pathlib import Path
+
 import pytest
 
 
@@ -9,5 +11,5 @@ import pytest
 def pytest_collection_modifyitems(items):
     for item in items:
         parallel = "parallel" in item.name or item.path.name == "test_parallel.py"
-        if item.path.parent.name == "mytorch" and parallel and "float64" in item.name:
+        if item.path.parent == Path(__file__).parent and parallel and "float64" in item.name:
             item.add_marker(pytest.mark.slow)

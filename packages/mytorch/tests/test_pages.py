@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from against_torch import on
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 STORY = ROOT / "docs" / "attention_story.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 

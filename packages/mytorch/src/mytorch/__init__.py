@@ -6,8 +6,8 @@
     >>> x.grad
     Tensor([2., 4., 6.], shape=[3], dtype=float32)
 
-`import mytorch` needs NumPy alone: numba is imported by the first operation of the parallel backend, torch and triton
-by the first tensor on CUDA.
+`import mytorch` needs NumPy alone: numba is imported by the first operation of the parallel backend, torch, triton
+and tilewise by the first tensor on CUDA.
 """
 
 from mytorch import data, nn, optim

@@ -395,17 +395,36 @@ def test_devices_do_not_mix(cuda):
         Tensor.ones((2,)) + Tensor.ones((2,), device=Device.CUDA)
 
 
-def test_without_gpu_and_interpreter():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+FIRST_TENSOR = "from mytorch import Device, Tensor\nTensor.ones((2,), device=Device.CUDA)"
+
+
+def error_of(program):
+    """What a process that compiles kernels says when it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "PYTHONPATH": ":".join(sys.path)
     }
-    program = "from mytorch import Device, Tensor\nTensor.ones((2,), device=Device.CUDA)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert result.returncode != 0
-    assert "RuntimeError: Device.CUDA needs a GPU and torch sees none" in result.stderr
-    assert "TRITON_INTERPRET=1" in result.stderr
+    return result.stderr
+
+
+def test_without_gpu_and_interpreter():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    error = error_of(FIRST_TENSOR)
+    assert "RuntimeError: Device.CUDA needs a GPU and torch sees none" in error
+    assert "TRITON_INTERPRET=1" in error
+
+
+@pytest.mark.parametrize("missing", ["tilewise", "torch", "triton", "tilewise.ops._host.launching"])
+def test_without_what_only_cuda_needs(missing):
+    """The CPU works without it; the last one is a tilewise of another version."""
+    on_cpu = "from mytorch import Tensor; assert (Tensor.ones((2,)) + 1).numpy().tolist() == [2, 2]"
+    error = error_of(f"import sys; sys.modules[{missing!r}] = None\n{on_cpu}\n{FIRST_TENSOR}")
+    (said,) = [line for line in error.splitlines() if line.startswith("ImportError: Device.CUDA needs tilewise")]
+    assert f"{missing} " in said
+    assert "pip install . ./packages/mytorch" in said
+    assert "use Device.CPU" in said
 
 
 def test_a_number_that_names_nothing_gives_nan(cuda):

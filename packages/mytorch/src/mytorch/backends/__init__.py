@@ -1,6 +1,6 @@
 """Devices by name, each in a file of its own, and which of the two CPU backends serves.
 
-A backend is imported when it is first needed: numba takes half a second, and torch and triton are for CUDA alone.
+A backend is imported when it is first needed: numba takes half a second; torch, triton and tilewise are for CUDA alone.
 """
 
 import functools
@@ -18,7 +18,17 @@ def load(name: str) -> Backend:
     """The backend in the file of that name."""
     if name not in _FILES:
         raise ValueError(f"there is no backend {name!r}: expected one of {', '.join(_FILES)}")
-    return getattr(importlib.import_module(f"mytorch.backends.{name}"), _FILES[name])()
+    try:
+        module = importlib.import_module(f"mytorch.backends.{name}")
+    except ImportError as error:
+        if name != "cuda":
+            raise
+        raise ImportError(
+            f"Device.CUDA needs tilewise of the same version, with the torch and triton that it requires, and they"
+            f" cannot be imported ({error}): install both with `pip install . ./packages/mytorch` in the repository, or"
+            " use Device.CPU"
+        ) from error
+    return getattr(module, _FILES[name])()
 
 
 def of(device: Device) -> Backend:
