@@ -9,7 +9,6 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
 LANGUAGES = {".py": "python", ".json": "json"}
 
 
@@ -18,10 +17,15 @@ def page_of(path: str) -> str:
     return f"files/{path}.md"
 
 
+def outside(page: str) -> re.Pattern[str]:
+    """Links out of docs/ on a page: as many steps up as it lies deep, and one more."""
+    return re.compile(rf"\]\((?:\.\./){{{page.count('/') + 1}}}(?!\.\./)([^)#]+)\)")
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages: out of the navigation and of the search, which would else find code before prose."""
     pages = [page for page in files.documentation_pages() if page.inclusion.is_included()]
-    for path in sorted({path for page in pages for path in OUTSIDE.findall(page.content_string)}):
+    for path in sorted({path for page in pages for path in outside(page.src_uri).findall(page.content_string)}):
         language = LANGUAGES.get(Path(path).suffix, "text")
         content = (
             "---\nsearch:\n  exclude: true\n---\n\n#"
@@ -31,6 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Leads links out of docs/ to those pages."""
-    return OUTSIDE.sub(lambda match: f"]({page_of(match[1])})", markdown)
+    name = page.file.src_uri
+    return outside(name).sub(lambda match: f"]({'../' * name.count('/')}{page_of(match[1])})", markdown)

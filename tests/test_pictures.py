@@ -81,9 +81,9 @@ def test_the_committed_picture_is_the_one_that_is_drawn(name, tmp_path):
 
 
 def test_every_picture_is_shown():
-    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
     names = {f"{name}.svg" for name in draw.PICTURES} | {path.name for path in (DOCS / "pictures").iterdir()}
-    assert [name for name in sorted(names) if f"](pictures/{name})" not in pages] == []
+    assert [name for name in sorted(names) if f"pictures/{name})" not in pages] == []
 
 
 @pytest.mark.parametrize("panel", range(len(draw.FLASH)))
