@@ -95,7 +95,7 @@ def flash_mask(queries: int, keys: int, **options: Any) -> np.ndarray:
 
 
 def flash_heads(query_heads: int, key_heads: int) -> np.ndarray:
-    """[Hq, Hk], which key head each query head reads."""
+    """[Hq, Hk], which KV head each query head reads."""
     q, k, v = random(1, 3, query_heads, 4), random(1, 3, key_heads, 4, seed=1), random(1, 3, key_heads, 4, seed=2)
     return seen(lambda shift: flash.flash_attention(q, k, v + shift[:, None])[0].sum((0, 1, 3)), key_heads)
 
@@ -255,7 +255,7 @@ def draw_flash_masks() -> Figure:
     for axes, (name, problem) in zip(panels, FLASH.items(), strict=False):
         paint(axes, flash_mask(**problem), [GREY, BLUE], name)
     heads = flash_heads(**GROUP)
-    paint(panels[5], heads, [GREY, GREEN], "8 query heads, 2 key heads", across="key head", down="query head")
+    paint(panels[5], heads, [GREY, GREEN], "8 query heads, 2 KV heads", across="KV head", down="query head")
     legend(figure, takes_part=BLUE, left_out=GREY, this_head_reads_that_one=GREEN)
     return figure
 
