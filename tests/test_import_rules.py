@@ -14,6 +14,7 @@ WORKBENCH = (
     "tilewise.trace",
     "tilewise.bench",
     "tilewise.inspect",
+    "tilewise.report",
     "tilewise.cli",
     "tilewise.registry",
     "tilewise.doctor",

@@ -173,7 +173,7 @@ def _save(
         if not save_plot(report, request.plot):
             _say(console, f"nothing was timed: {request.plot} is not written")
     if request.html:
-        from tilewise.bench.html import render_html
+        from tilewise.report.bench import render_html
 
         request.html.write_text(render_html(report, made_with, findings, request.command), encoding="utf-8")
 

@@ -42,7 +42,7 @@ def run_trace(request: Request) -> tuple[list[str], bool]:
     write_traces(request.out, pairs)
     written = [request.out / name for name in ("debug_pt.txt", "debug_kernel.txt", "trace.npz")]
     if request.html:
-        from tilewise.trace.html import facts, render_html
+        from tilewise.report.trace import facts, render_html
 
         page = render_html(
             shown, facts(request, about), low_precision, "other kernel" if request.against else "simulation"

@@ -68,7 +68,7 @@ def run_request(request: Request, console: Console) -> bool:
     if request.json:
         request.json.write_text(as_json(report, environment(), findings, request.command) + "\n", encoding="utf-8")
     if request.html:
-        from tilewise.verify.html import render_html
+        from tilewise.report.verify import render_html
 
         request.html.write_text(render_html(report, environment(), request.command, findings), encoding="utf-8")
     return report.passed

@@ -1,4 +1,4 @@
-"""The HTML report: what it says, that nothing in it can run, and how a browser shows it."""
+"""The page of a verification: what it says, that nothing in it can run, and how a browser shows it."""
 
 import math
 import re
@@ -12,9 +12,9 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from pages import CONTRASTS, Balanced, assert_stands_alone
 
+from tilewise.report.verify import MOST_CELLS, UNFOLDED, render_html
 from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, Limits, compare, limits_from_eager
 from tilewise.verify.heat import HeatMap
-from tilewise.verify.html import MOST_CELLS, UNFOLDED, render_html
 from tilewise.verify.result import (
     CRASH,
     MEMORY,

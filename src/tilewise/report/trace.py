@@ -1,6 +1,4 @@
-"""A trace as one HTML page: every value of every step beside the simulation's, as pictures; no scripts, nothing
-fetched.
-"""
+"""The page of a trace: every value of every step beside the simulation's, as pictures."""
 
 import math
 import struct
@@ -9,14 +7,12 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from tilewise.report import STEP_COLOURS, STEPS, render, steps_legend
 from tilewise.trace.judge import Row, first_divergence, judge
 from tilewise.trace.request import Request, Traced
-from tilewise.verify.html import STEPS
 
 # A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look
 # alike.
@@ -31,12 +27,6 @@ VALUE_STOPS = {
     "light": (("#0a3f80", "#6fa8dc", "#eef0f2"), ("#eef0f2", "#eb9a4f", "#853300")),
     "dark": (("#b5daff", "#3f7cbd", "#262b30"), ("#262b30", "#bd661d", "#ffd7a3")),
 }
-# The colours of verify's maps: neutral within the limit, then inferno, which keeps its order in colour blindness and in
-# grey.
-DIFFERENCE_COLOURS = {
-    "light": ("#e9eeeb", "#f6d746", "#fca50a", "#f37819", "#d0433f", "#a92e5e", "#7c1d6d", "#2d0b59"),
-    "dark": ("#2a3330", "#7f1e6c", "#a82e5f", "#cc4248", "#e9662d", "#f98e09", "#f7c932", "#fcffa4"),
-}
 
 
 def render_html(
@@ -49,15 +39,16 @@ def render_html(
     compared with.
     """
     shown = [_program(number, traced, lines, low_precision, other) for number, (traced, lines) in enumerate(programs)]
-    parting = sum(program.first is not None for program in shown)
-    return _template().render(
+    parting = any(program.first for program in shown)
+    return render(
+        "trace",
+        "First divergence" if parting else "Nothing parts",
+        not parting,
         programs=shown,
-        agrees=not parting,
         request=request,
         other=other,
-        legend=_legend(),
+        legend=steps_legend("within what rounding allows"),
         ramps={scheme: [_hex(colour) for colour in _ramp(scheme)] for scheme in VALUE_STOPS},
-        colours=DIFFERENCE_COLOURS,
         most_cells=MOST_CELLS,
     )
 
@@ -128,18 +119,6 @@ class Program:
     missing: tuple[str, ...]
 
 
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("tilewise.trace"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("trace.html.j2")
-
-
 def _program(number: int, traced: Traced, lines: Sequence[str], low_precision: float, other: str) -> Program:
     rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
     first = first_divergence(rows, traced.steps, traced.order)
@@ -195,7 +174,7 @@ def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Va
         _map(
             "difference",
             _difference_levels(_reduced(difference)),
-            DIFFERENCE_COLOURS,
+            STEP_COLOURS,
             _difference_lines(row, difference),
             kernel.shape,
             worst,
@@ -320,13 +299,6 @@ def _ramp(scheme: str) -> tuple[Colour, ...]:
 
 def _hex(colour: Colour) -> str:
     return "#" + bytes(colour).hex()
-
-
-def _legend() -> list[tuple[str, str]]:
-    bounds = [f"{low} to {high}" for low, high in pairwise(STEPS)]
-    return [
-        (f"s{step}", text) for step, text in enumerate(["within what rounding allows", *bounds, f"over {STEPS[-1]}"])
-    ]
 
 
 def _short(x: float) -> str:

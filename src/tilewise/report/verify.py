@@ -1,19 +1,14 @@
-"""The report of a run as one HTML page: no scripts, nothing fetched, readable wherever it is opened."""
+"""The page of a verification: verdict, failed checks with their heat maps, all checks, planted bugs."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-
+from tilewise.report import STEPS, render, steps_legend, to_mention
 from tilewise.verify.compare import ATOL, RTOL, Comparison
 from tilewise.verify.heat import HeatMap
 from tilewise.verify.result import WARNING, Check, Implementation, Report, Result
 
-# The steps of the colour scale: two a decade, the same in every map, so that maps can be compared.
-STEPS = (1, 3, 10, 30, 100, 300, 1000)
 # Up to this many tiles, cells are wide enough to hold their number.
 WIDE_TILES = 16
 # In maps of narrow cells one label stands for this many tiles.
@@ -31,9 +26,11 @@ def render_html(
     worth saying.
     """
     shown = _shown(report.results)
-    return _template().render(
+    return render(
+        "verify",
+        "PASS" if report.passed else "FAIL",
+        report.passed,
         report=report,
-        verdict="PASS" if report.passed else "FAIL",
         sentences=_sentences(report),
         warnings=[
             (result.check, finding)
@@ -44,12 +41,13 @@ def render_html(
         caught=sum(mutant.caught for mutant in report.mutants),
         mutants=sorted(report.mutants, key=lambda mutant: mutant.caught),
         environment=environment,
-        machine=[finding for finding in doctor if finding["level"] != "ok"],
+        machine=to_mention(doctor),
         command=command,
         failures=[one for one in shown if one.anchor],
         groups=_groups(shown),
         unfolded=UNFOLDED,
-        legend=_legend(),
+        legend=[*steps_legend("within the limit"), ("sx", "NaN or infinite")],
+        tolerance=_tolerance,
     )
 
 
@@ -104,19 +102,6 @@ class Group:
     def failed(self) -> int:
         """How many of them failed."""
         return sum(bool(one.anchor) for one in self.members)
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("tilewise.verify"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": _number, "value": _value, "share": _share, "tolerance": _tolerance}
-    return environment.get_template("report.html.j2")
 
 
 def _sentences(report: Report) -> list[str]:
@@ -203,12 +188,6 @@ def _style(multiple: float) -> str:
     return f"s{sum(multiple > step for step in STEPS)}" if math.isfinite(multiple) else "sx"
 
 
-def _legend() -> list[tuple[str, str]]:
-    bounds = [f"{low} to {high}" for low, high in pairwise(STEPS)]
-    texts = ["within the limit", *bounds, f"over {STEPS[-1]}"]
-    return [(f"s{step}", text) for step, text in enumerate(texts)] + [("sx", "NaN or infinite")]
-
-
 def _multiple(x: float) -> str:
     return f"{x:.3g} × the limit" if math.isfinite(x) else "NaN or infinite"
 
@@ -223,23 +202,6 @@ def _short(x: float) -> str:
         return f"{x:.1f}" if x < 9.95 else f"{x:.0f}"
     mantissa, exponent = f"{x:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def _number(x: float, computed: bool = True) -> str:
-    """A statistic; a dash where none was `computed`."""
-    if not computed:
-        return "–"
-    return "0" if x == 0 else f"{x:.2e}" if math.isfinite(x) else _value(x)
-
-
-def _value(x: float) -> str:
-    """A tensor's element."""
-    return "NaN" if math.isnan(x) else f"{x:.6g}"
-
-
-def _share(part: int, whole: int) -> str:
-    percent = 100 * part / whole if whole else 0.0
-    return f"{percent:.3g}%" if percent < 99.95 or part == whole else ">99.9%"
 
 
 def _tolerance(check: Check) -> str:

@@ -7,7 +7,6 @@ import zlib
 from base64 import b64decode
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 
 import numpy as np
@@ -21,10 +20,11 @@ from pages import CONTRASTS, Balanced, assert_stands_alone
 
 from tilewise import cli
 from tilewise.ops.flash import simulate
-from tilewise.trace import html
+from tilewise.report import STEP_COLOURS, STEPS
+from tilewise.report import trace as html
+from tilewise.report.trace import LEVELS, MOST_CELLS, facts, render_html
 from tilewise.trace.command import verdict
 from tilewise.trace.flash_forward import FORWARD_ORDER, Case
-from tilewise.trace.html import LEVELS, MOST_CELLS, STEPS, facts, render_html
 from tilewise.trace.request import Request, Traced, arrays
 
 EPS = float(torch.finfo(torch.bfloat16).eps)
@@ -212,9 +212,8 @@ def test_colours_keep_their_order_without_hue_and_are_those_of_verify():
         below, above = found[: LEVELS + 1], found[LEVELS:]
         assert all(a < b for a, b in pairwise(below))
         assert all(a > b for a, b in pairwise(above))
-    verify = files("tilewise.verify").joinpath("templates/report.html.j2").read_text()
-    theirs = re.findall(r"--s\d: (#\w{6})", verify)
-    assert theirs == [*html.DIFFERENCE_COLOURS["light"], *html.DIFFERENCE_COLOURS["dark"]]
+    # The steps of the page's own style are those of the pictures, and of every other page.
+    assert re.findall(r"--s\d: (#\w{6})", page_of(traced())) == [*STEP_COLOURS["light"], *STEP_COLOURS["dark"]]
 
 
 def test_the_request_in_words():
