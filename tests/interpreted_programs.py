@@ -60,15 +60,23 @@ class Interpreted:
         given = zip([name for name in self._launch.kernel.arg_names if name in arguments], values, strict=True)
         for name, value in given:
             known = arguments[name]
-            if isinstance(known, Slot):
-                arguments[name] = tensor(known, value)
-            elif isinstance(known, Descriptor):
+            if isinstance(known, Descriptor):
                 arguments[name] = Descriptor(
                     tensor(known.base, value.data_ptr()), tuple(value.shape), tuple(value.strides), known.block_shape
                 )
             else:
-                arguments[name] = value
+                arguments[name] = record_like(known, value, tensor)
         launching.run_all([Launch(self._launch.kernel, grid, {name: plain(x) for name, x in arguments.items()})], CPU)
+
+
+def record_like(known, value, tensor):
+    """A program passes records as plain tuples: with their names again, and tensors at addresses."""
+    if isinstance(known, Slot):
+        return tensor(known, value)
+    if not isinstance(known, tuple):
+        return value
+    items = [record_like(x, y, tensor) for x, y in zip(known, value, strict=True)]
+    return type(known)._make(items) if hasattr(known, "_make") else tuple(items)
 
 
 def find_interpreted(memory):

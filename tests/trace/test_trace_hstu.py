@@ -80,8 +80,8 @@ BACKWARD = SMALL | {"direction": "backward"}
 BUGS = {
     "offset": (
         "hstu.kernels.fwd",
-        "k_rows = (k, k_strides, i_b, i_h, start_k, Tk)",
-        "k_rows = (k, k_strides, i_b, i_h, 0, Tk)",
+        "k_rows = Rows(k, k_strides, i_b, i_h, start_k, Tk)",
+        "k_rows = Rows(k, k_strides, i_b, i_h, 0, Tk)",
         SMALL,
         "block 0, K",
         "the load of K",

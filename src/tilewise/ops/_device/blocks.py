@@ -141,7 +141,9 @@ def listed_rows(
 def head_pointer(x, strides, i_b, i_t, i_h):
     """Where token `i_t` (negative too) of head `i_h` lies."""
     return x + (
-        tl.cast(i_b, tl.int64) * strides[0] + tl.cast(i_t, tl.int64) * strides[1] + tl.cast(i_h, tl.int64) * strides[2]
+        tl.cast(i_b, tl.int64) * strides.batch
+        + tl.cast(i_t, tl.int64) * strides.token
+        + tl.cast(i_h, tl.int64) * strides.head
     )
 
 
@@ -152,7 +154,7 @@ def gather_rows(p_head, strides, o_t, o_h, m_r, D: tl.constexpr, BLOCK_D: tl.con
     INDEX is tl.int32 where all of them lie within 2^31 elements, which saves registers, else tl.int64.
     """
     o_d = tl.arange(0, BLOCK_D)
-    o_row = o_t.to(INDEX) * tl.cast(strides[1], INDEX) + o_h.to(INDEX) * tl.cast(strides[2], INDEX)
+    o_row = o_t.to(INDEX) * tl.cast(strides.token, INDEX) + o_h.to(INDEX) * tl.cast(strides.head, INDEX)
     m_x = m_r[:, None]
     if D != BLOCK_D:
         m_x = m_x & (o_d < D)[None, :]

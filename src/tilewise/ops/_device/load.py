@@ -1,9 +1,4 @@
-"""Loads and stores of tiles of rows: a tile is BLOCK consecutive tokens of one head.
-
-`rows` bundles what names the rows of one head of one sequence: (x, strides, batch entry, head, first token, number of
-rows). x is a pointer, or with TMA a descriptor over [B, H, T, D] (packed tokens are one batch entry); strides are
-(batch, token, head), and the last axis is contiguous.
-"""
+"""Loads and stores of tiles of rows: a tile is BLOCK consecutive tokens of one head of one sequence (`Rows`)."""
 
 import triton
 import triton.language as tl
@@ -15,16 +10,16 @@ def tile_pointers(rows, i_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
     From tile to tile one scalar changes, so that the rest is hoisted out of loops.
     """
-    p_x, strides, i_b, i_h, start, _ = rows
+    strides = rows.strides
     p_head = (
-        p_x
-        + tl.cast(i_b, tl.int64) * strides[0]
-        + tl.cast(start, tl.int64) * strides[1]
-        + tl.cast(i_h, tl.int64) * strides[2]
+        rows.x
+        + tl.cast(rows.i_b, tl.int64) * strides.batch
+        + tl.cast(rows.start, tl.int64) * strides.token
+        + tl.cast(rows.i_h, tl.int64) * strides.head
     )
     o_r = tl.arange(0, BLOCK).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
-    return (p_head + tl.cast(i_row, tl.int64) * strides[1]) + (o_r[:, None] * strides[1] + o_d[None, :])
+    return (p_head + tl.cast(i_row, tl.int64) * strides.token) + (o_r[:, None] * strides.token + o_d[None, :])
 
 
 @triton.jit
@@ -42,14 +37,13 @@ def load_rows(
     INSIDE promises that no row lies past the last. TMA is 1 for dense batches: the descriptor zeroes what lies past T
     by itself; and 2 for packed ones, where the next sequence's rows lie there.
     """
-    x, _, i_b, i_h, start, n_rows = rows
     if TMA:
-        b_x = x.load([i_b, i_h, start + i_row, 0]).reshape([BLOCK, BLOCK_D])
+        b_x = rows.x.load([rows.i_b, rows.i_h, rows.start + i_row, 0]).reshape([BLOCK, BLOCK_D])
         if TMA == 2 and not INSIDE:
-            b_x = tl.where((i_row + tl.arange(0, BLOCK) < n_rows)[:, None], b_x, tl.zeros_like(b_x))
+            b_x = tl.where((i_row + tl.arange(0, BLOCK) < rows.n_rows)[:, None], b_x, tl.zeros_like(b_x))
     else:
         p_x = tile_pointers(rows, i_row, BLOCK, BLOCK_D)
-        m_r = (i_row + tl.arange(0, BLOCK) < n_rows)[:, None]
+        m_r = (i_row + tl.arange(0, BLOCK) < rows.n_rows)[:, None]
         m_d = (tl.arange(0, BLOCK_D) < D)[None, :]
         if INSIDE and D == BLOCK_D:
             b_x = tl.load(p_x)
@@ -65,6 +59,6 @@ def load_rows(
 @triton.jit
 def store_rows(rows, i_row, b_x, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store [BLOCK, BLOCK_D] to rows `i_row .. i_row + BLOCK`, leaving out what lies past the last row or past D."""
-    m_r = (i_row + tl.arange(0, BLOCK) < rows[5])[:, None]
+    m_r = (i_row + tl.arange(0, BLOCK) < rows.n_rows)[:, None]
     m_d = (tl.arange(0, BLOCK_D) < D)[None, :]
-    tl.store(tile_pointers(rows, i_row, BLOCK, BLOCK_D), b_x.to(rows[0].dtype.element_ty), mask=m_r & m_d)
+    tl.store(tile_pointers(rows, i_row, BLOCK, BLOCK_D), b_x.to(rows.x.dtype.element_ty), mask=m_r & m_d)

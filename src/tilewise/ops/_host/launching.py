@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._device.records import Strides
 from tilewise.ops._host import backend, start
 from tilewise.ops._host.launch import Descriptor as Descriptor
 from tilewise.ops._host.launch import Launch as Launch
@@ -79,11 +80,15 @@ def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int
     return max(block_d, narrowest), max(block_dv, narrowest)
 
 
-def row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Strides over (batch, token, head) from those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch
-    axis.
-    """
-    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+def row_strides(strides: tuple[int, ...]) -> Strides:
+    """From those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
+    return Strides(*strides[:3]) if len(strides) == 4 else Strides(0, *strides[:2])
+
+
+def lse_strides(strides: tuple[int, ...]) -> Strides:
+    """From those of `[B, H, T]`, or of packed `[H, N]`."""
+    *batch, head, token = strides
+    return Strides(batch[0] if batch else 0, token, head)
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:

@@ -115,7 +115,8 @@ class _Writer:
             return repr(value)
         if kind is Slot:
             return self._address(value)
-        if kind is tuple:
+        if isinstance(value, tuple):
+            # A record too: its names have done their work.
             return f"({''.join(f'{self._text(x)}, ' for x in value)})"
         return self._constant(value)
 

@@ -79,13 +79,13 @@ _compiled: Kept[bool] = Kept(MOST_COMPILED)
 
 
 def _trait(value: Any, specialised: bool) -> Any:
-    """What of a number, or a tuple of them, Triton compiles a kernel for."""
+    """What of a number, or a tuple or record of them, Triton compiles a kernel for."""
     try:
         return _trait_of_plain(value, specialised)
     except TypeError:
         # Of symbols: what is found here is a decision.
-        if value.__class__ is tuple:
-            return tuple([_trait(x, specialised) for x in value])
+        if isinstance(value, tuple):
+            return tuple([_trait(x, True) for x in value])
         return _trait_of_number(value, specialised)
 
 
@@ -102,8 +102,9 @@ def _trait_of_plain(value: Any, specialised: bool) -> Any:
     kind = value.__class__
     if kind is int:
         return _trait_of_number(value, specialised)
-    if kind is tuple:
-        return tuple([_trait_of_plain(x, specialised) for x in value])
+    if isinstance(value, tuple):
+        # Inside a tuple Triton looks at every number, whatever the parameter says.
+        return tuple([_trait_of_plain(x, True) for x in value])
     return kind if value is None or kind is float else (kind, value)
 
 
@@ -141,20 +142,31 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
         elif hasattr(value, "block_shape"):
             # A descriptor, ours or among collected launches Triton's. Layouts follow from these.
             key += (value.base.dtype, tuple(value.block_shape))
-        elif kind is tuple and value and value[0].__class__ not in (int, Symbol):
-            # Of tensors and numbers: a trace's memory and what lies in it.
-            values[i] = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value])
-            key.append(
-                tuple(
-                    [
-                        (x.dtype, x.data_ptr() % ALIGNMENT == 0) if hasattr(x, "data_ptr") else _trait(x, specialised)
-                        for x in value
-                    ]
-                )
-            )
+        elif isinstance(value, tuple):
+            trait, values[i] = _trait_of_record(value)
+            key.append(trait)
         else:
             key.append(_trait(value, specialised))
     return tuple(key), values
+
+
+def _trait_of_record(record: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The same of a tuple or record, which may hold tensors and others of its kind; and it with addresses in place of
+    tensors, which is how launchers take it.
+    """
+    traits: list[Any] = []
+    values: list[Any] = []
+    for x in record:
+        if isinstance(x, tuple):
+            trait, x = _trait_of_record(x)
+        elif hasattr(x, "data_ptr"):
+            trait = x.dtype, x.data_ptr() % ALIGNMENT == 0
+            x = x.data_ptr() if isinstance(x, torch.Tensor) else x
+        else:
+            trait = _trait(x, True)
+        traits.append(trait)
+        values.append(x)
+    return tuple(traits), tuple(values)
 
 
 def _find(launch: Launch, device: int) -> Found:

@@ -99,8 +99,8 @@ def _bases_in(values: Any) -> list[int]:
             found.append(value.base)
         elif kind is Descriptor:
             found.append(value.base.base)
-        elif kind is tuple:
-            found += [x.base for x in value if x.__class__ is Slot]
+        elif isinstance(value, tuple):
+            found += _bases_in(value)
     return found
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.silu import silu_weights
 from tilewise.ops._device.varlen import locate_slot, sequence_bounds
 
@@ -53,7 +54,7 @@ def bsa_choose_kernel(
         start_w, n_seen = sequence_bounds(windows, i_b, n_windows)
         i_bq, start_q = 0, start
     # [M, D]
-    b_q = load_rows((q, q_strides, i_bq, i_h * HEADS, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, False)
+    b_q = load_rows(Rows(q, q_strides, i_bq, i_h * HEADS, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, False)
     o_m = i_m + tl.arange(0, BLOCK_M)
     own = o_m // BLOCK_SIZE
     o_s = tl.arange(0, COUNT_P)
@@ -65,7 +66,7 @@ def bsa_choose_kernel(
         n_before = (tl.minimum(i_m + BLOCK_M, Tq) - 1) // BLOCK_SIZE
         for i_n in range(0, n_before, BLOCK_N):
             # [N, D]
-            b_k = load_rows((k_cmp, k_strides, i_bq, i_h * HEADS, start_w, n_seen), i_n, D, BLOCK_N, BLOCK_D, False)
+            b_k = load_rows(Rows(k_cmp, k_strides, i_bq, i_h * HEADS, start_w, n_seen), i_n, D, BLOCK_N, BLOCK_D, False)
             # [M, D] @ [D, N] -> [M, N]
             b_score = silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None)
             o_n = i_n + tl.arange(0, BLOCK_N)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.load import load_rows, store_rows
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_tile, sequence_bounds
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
@@ -33,15 +34,17 @@ def bsa_bwd_keys_kernel(
     o_c = (i_m + tl.arange(0, BLOCK_M)) // BLOCK_SIZE
     o_d = tl.arange(0, BLOCK_D)
     m_c = (o_c < tl.minimum(n_mine, n_rows // BLOCK_SIZE))[:, None] & (o_d < D)[None, :]
-    p_cmp = dx_cmp + tl.cast(i_b, tl.int64) * cmp_strides[0] + tl.cast(i_h, tl.int64) * cmp_strides[2]
+    p_cmp = dx_cmp + tl.cast(i_b, tl.int64) * cmp_strides.batch + tl.cast(i_h, tl.int64) * cmp_strides.head
     # [M, D]
     acc = (
-        tl.load(p_cmp + (start_w + o_c).to(tl.int64)[:, None] * cmp_strides[1] + o_d[None, :], mask=m_c, other=0.0).to(
-            tl.float32
-        )
+        tl.load(
+            p_cmp + (start_w + o_c).to(tl.int64)[:, None] * cmp_strides.token + o_d[None, :], mask=m_c, other=0.0
+        ).to(tl.float32)
         / BLOCK_SIZE
     )
-    acc += load_rows((dx_slc, slc_strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False)
+    acc += load_rows(Rows(dx_slc, slc_strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False)
     if dx_swa is not None:
-        acc += load_rows((dx_swa, swa_strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
-    store_rows((dx, strides, i_b, i_h, start, n_rows), i_m, acc, D, BLOCK_M, BLOCK_D)
+        acc += load_rows(Rows(dx_swa, swa_strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False).to(
+            tl.float32
+        )
+    store_rows(Rows(dx, strides, i_b, i_h, start, n_rows), i_m, acc, D, BLOCK_M, BLOCK_D)

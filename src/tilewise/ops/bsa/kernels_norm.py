@@ -27,10 +27,10 @@ def token_elements(
 @triton.jit
 def strided_elements(strides, o_r, n_tokens, H_P: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Offsets of the same elements in a tensor of other strides over (batch, token, head)."""
-    o_token = (o_r // n_tokens).to(tl.int64) * strides[0] + (o_r % n_tokens).to(tl.int64) * strides[1]
+    o_token = (o_r // n_tokens).to(tl.int64) * strides.batch + (o_r % n_tokens).to(tl.int64) * strides.token
     return (
         o_token[:, None, None]
-        + (tl.arange(0, H_P).to(tl.int64) * strides[2])[None, :, None]
+        + (tl.arange(0, H_P).to(tl.int64) * strides.head)[None, :, None]
         + tl.arange(0, BLOCK_DV)[None, None, :]
     )
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from tilewise.ops._device.blocks import gather_rows, head_pointer, keys_kept, listed_rows, locate_segment, no_segment
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.plain import load_plain, store_plain, store_sums
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.silu import silu_slopes, silu_weights
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile")
@@ -42,8 +43,8 @@ def bsa_selected_fwd_kernel(
     i_h = i_shared * HEADS + tl.program_id(0) % HEADS
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_bq, i_h, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows((v, v_strides, i_bq, i_h, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    b_k = load_rows(Rows(k, k_strides, i_bq, i_h, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
+    b_v = load_rows(Rows(v, v_strides, i_bq, i_h, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
     p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h)
     for i_entry in range(0, n_entries, BLOCK_M):
         m_r, o_c, o_s, o_g = listed_rows(perm, first, i_entry, n_entries, offset, Tk, cu, S, 1, 1, BLOCK_M)
@@ -81,8 +82,8 @@ def bsa_selected_bwd_kernel(
     i_h = i_shared * HEADS + tl.program_id(0) % HEADS
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_bq, i_h, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows((v, v_strides, i_bq, i_h, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    b_k = load_rows(Rows(k, k_strides, i_bq, i_h, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
+    b_v = load_rows(Rows(v, v_strides, i_bq, i_h, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
     # A list's first segment goes on from the sums of earlier chunks, if there were any.
     o_n = tl.arange(0, BLOCK_N)
     o_key = (start + i_key + o_n).to(tl.int64) * (n_heads * HEADS) + i_h

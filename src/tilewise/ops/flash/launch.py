@@ -10,6 +10,7 @@ from tilewise.ops._host.launching import (
     Launch,
     descriptor,
     fits_descriptor,
+    lse_strides,
     padded_channels,
     row_strides,
     tile_widths,
@@ -223,7 +224,6 @@ def prepare_launch(
 ) -> Launch:
     """Fills delta and lse_log2, which every kernel of a backward reads."""
     n_tiles = tile_slots(inputs.q.shape[-3], PREPARE_ROWS, inputs.cu_q)
-    dlse_strides = None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride()
     arguments = {
         "o": o,
         "do": do,
@@ -233,7 +233,7 @@ def prepare_launch(
         "lse_log2": lse_log2,
         "o_strides": row_strides(o.stride()),
         "do_strides": row_strides(do.stride()),
-        "dlse_strides": dlse_strides,
+        "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
         "cu_q": inputs.cu_q,
         "n_batch": batch_size(inputs.q, inputs.cu_q),
         "n_tiles": n_tiles,

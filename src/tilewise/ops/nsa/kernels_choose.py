@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_slot, sequence_bounds
 
 SIZES = ("n_batch", "n_tokens", "n_heads_k", "group", "n_windows", "first_tile", "n_tiles", "n_blocks", "n_rows")
@@ -53,16 +54,16 @@ def nsa_choose_scores_kernel(
         m_c = (o_n % WINDOWS_P < WINDOWS) & (o_c < n_seen)
         p_k = (
             k_cmp
-            + tl.cast(i_bq, tl.int64) * k_strides[0]
-            + (start_w + o_c).to(tl.int64) * k_strides[1]
-            + tl.cast(i_hk, tl.int64) * k_strides[2]
+            + tl.cast(i_bq, tl.int64) * k_strides.batch
+            + (start_w + o_c).to(tl.int64) * k_strides.token
+            + tl.cast(i_hk, tl.int64) * k_strides.head
         )
         # [N, D]
         b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for i_h in range(i_hk * group, i_hk * group + group):
             # [M, D]
-            b_q = load_rows((q, q_strides, i_bq, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
+            b_q = load_rows(Rows(q, q_strides, i_bq, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
             p_lse = lse + (tl.cast(i_bq, tl.int64) * (n_heads_k * group) + i_h) * n_tokens + start_q
             b_lse = tl.load(p_lse + o_m, mask=o_m < Tq, other=float("-inf")) * 1.4426950408889634
             b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.load import store_rows
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_tile, sequence_bounds
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
@@ -46,13 +47,13 @@ def nsa_compress_fwd_kernel(
     o_c = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     m_x = (o_c < whole_windows(n_tokens, SIZE, STRIDE))[:, None] & (o_d < D)[None, :]
-    p_head = x + tl.cast(i_b, tl.int64) * x_strides[0] + tl.cast(i_h, tl.int64) * x_strides[2]
-    p_x = p_head + (start + o_c * STRIDE).to(tl.int64)[:, None] * x_strides[1] + o_d[None, :]
+    p_head = x + tl.cast(i_b, tl.int64) * x_strides.batch + tl.cast(i_h, tl.int64) * x_strides.head
+    p_x = p_head + (start + o_c * STRIDE).to(tl.int64)[:, None] * x_strides.token + o_d[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(SIZE):
         # [N, D]
-        acc += tl.load(p_x + tl.cast(i, tl.int64) * x_strides[1], mask=m_x, other=0.0).to(tl.float32)
-    store_rows((y, y_strides, i_b, i_h, start_w, n_room), i_n, acc / SIZE, D, BLOCK_N, BLOCK_D)
+        acc += tl.load(p_x + tl.cast(i, tl.int64) * x_strides.token, mask=m_x, other=0.0).to(tl.float32)
+    store_rows(Rows(y, y_strides, i_b, i_h, start_w, n_room), i_n, acc / SIZE, D, BLOCK_N, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -73,13 +74,13 @@ def nsa_compress_bwd_kernel(
         i_b = 0
     n_windows = tl.minimum(n_windows, whole_windows(n_rows, SIZE, STRIDE))
     o_d = tl.arange(0, BLOCK_D)
-    p_head = dy + tl.cast(i_b, tl.int64) * dy_strides[0] + tl.cast(i_h, tl.int64) * dy_strides[2]
+    p_head = dy + tl.cast(i_b, tl.int64) * dy_strides.batch + tl.cast(i_h, tl.int64) * dy_strides.head
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(SIZE // STRIDE):
         o_c = (i_m + tl.arange(0, BLOCK_M)) // STRIDE - i
         m_y = ((o_c >= 0) & (o_c < n_windows))[:, None] & (o_d < D)[None, :]
         # [M, D]
         acc += tl.load(
-            p_head + (start_w + o_c).to(tl.int64)[:, None] * dy_strides[1] + o_d[None, :], mask=m_y, other=0.0
+            p_head + (start_w + o_c).to(tl.int64)[:, None] * dy_strides.token + o_d[None, :], mask=m_y, other=0.0
         ).to(tl.float32)
-    store_rows((dx, dx_strides, i_b, i_h, start, n_rows), i_m, acc / SIZE, D, BLOCK_M, BLOCK_D)
+    store_rows(Rows(dx, dx_strides, i_b, i_h, start, n_rows), i_m, acc / SIZE, D, BLOCK_M, BLOCK_D)

@@ -23,6 +23,7 @@ from tilewise.ops._device.blocks import (
 )
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.plain import load_plain, store_plain, store_sums
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
@@ -85,8 +86,8 @@ def nsa_selected_bwd_lists_kernel(
     )
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows((v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    b_k = load_rows(Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
+    b_v = load_rows(Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
     # A list's first segment goes on from the sums of earlier chunks.
     o_n = tl.arange(0, BLOCK_N)
     o_key = (start + i_key + o_n).to(tl.int64) * n_heads + i_h
@@ -206,17 +207,29 @@ def nsa_selected_bwd_union_step(
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of the union: its part of dQ."""
-    n_keys = tl.minimum(k_rows[5], i_key + BLOCK_SIZE)
+    n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
     b_k = load_rows(
-        (k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE
+        Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys),
+        i_key,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        TMA,
+        INSIDE,
     )
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     # [N, DV]
     b_v = load_rows(
-        (v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE
+        Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys),
+        i_key,
+        DV,
+        BLOCK_N,
+        BLOCK_DV,
+        TMA,
+        INSIDE,
     )
     # [M, DV] @ [DV, N] -> [M, N]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -264,8 +277,8 @@ def nsa_selected_bwd_union_kernel(
     o_row = (tl.cast(i_bq, tl.int64) * (n_heads * GROUP) + o_h) * n_tokens + start_q + o_t
     b_lse = tl.load(lse_log2 + o_row, mask=m_r, other=float("inf"))
     b_delta = tl.load(delta + o_row, mask=m_r, other=0.0)
-    k_rows = (k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
-    v_rows = (v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    k_rows = Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    v_rows = Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     o_union = tl.program_id(0).to(tl.int64) * (TOKENS * SLOTS_P)
     ends = (0, tl.load(sizes + tl.program_id(0) * 2 + 1), tl.load(sizes + tl.program_id(0) * 2))

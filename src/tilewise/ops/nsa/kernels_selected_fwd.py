@@ -23,6 +23,7 @@ from tilewise.ops._device.blocks import (
     skipped,
 )
 from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.softmax import softmax_finish
 from tilewise.ops._device.varlen import locate_slot
 
@@ -49,8 +50,8 @@ def nsa_selected_fwd_lists_kernel(
     )
     n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows((v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    b_k = load_rows(Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
+    b_v = load_rows(Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
     p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
     o_d = tl.arange(0, BLOCK_DV)
     for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
@@ -141,11 +142,17 @@ def nsa_selected_fwd_union_step(
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of the union: scores, online softmax over the rows whose token named it, sum with the values."""
-    n_keys = tl.minimum(k_rows[5], i_key + BLOCK_SIZE)
+    n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
     b_k = load_rows(
-        (k_rows[0], k_rows[1], k_rows[2], k_rows[3], k_rows[4], n_keys), i_key, D, BLOCK_N, BLOCK_D, TMA, INSIDE
+        Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys),
+        i_key,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        TMA,
+        INSIDE,
     )
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -164,7 +171,13 @@ def nsa_selected_fwd_union_step(
     l = l * rescale + tl.sum(b_p, 1)
     # [N, DV]
     b_v = load_rows(
-        (v_rows[0], v_rows[1], v_rows[2], v_rows[3], v_rows[4], n_keys), i_key, DV, BLOCK_N, BLOCK_DV, TMA, INSIDE
+        Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys),
+        i_key,
+        DV,
+        BLOCK_N,
+        BLOCK_DV,
+        TMA,
+        INSIDE,
     )
     # [M, N] @ [N, DV] -> [M, DV]
     acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
@@ -200,8 +213,8 @@ def nsa_selected_fwd_union_kernel(
     b_q = gather_rows(p_q, q_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, D, BLOCK_D, tl.int64)
     if SIGN != 1:
         b_q = (b_q * SIGN).to(b_q.dtype)
-    k_rows = (k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
-    v_rows = (v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    k_rows = Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    v_rows = Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

@@ -252,8 +252,8 @@ CASES = (
 
 _KEEP_RIGHT = "o_n <= o_m + (off + right)"
 _KEEP_LEFT = "o_n >= o_m + (off - left)"
-_STORE_DK = "store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
-_STORE_DV = "store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
+_STORE_DK = "store_rows(Rows(dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
+_STORE_DV = "store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
 _SWAP_DK, _SWAP_DV = (
     _STORE_DV.replace("(dv, dv_strides", "(dk, dk_strides"),
     _STORE_DK.replace("(dk, dk_strides", "(dv, dv_strides"),
@@ -412,8 +412,8 @@ MUTANTS = (
         "store-past-end",
         "one row past the last is written",
         "_device.load",
-        "< rows[5])[:, None]",
-        "<= rows[5])[:, None]",
+        "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] tl.store",
+        "<= rows.n_rows)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n    tl.store",
     ),
 )
 

@@ -169,8 +169,8 @@ HSTU = (
         "next-sequence",
         "rows past a sequence's end are the next one's",
         "_device.load",
-        "m_r = (i_row + tl.arange(0, BLOCK) < n_rows)[:, None]",
-        "m_r = (i_row + tl.arange(0, BLOCK) < n_rows + BLOCK)[:, None]",
+        "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] if INSIDE",
+        "< rows.n_rows + BLOCK)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n        if INSIDE",
     ),
     Mutant(
         "packed-start",

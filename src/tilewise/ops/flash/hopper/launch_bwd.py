@@ -11,7 +11,7 @@ import torch
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
-from tilewise.ops._host.launching import Launch, row_strides
+from tilewise.ops._host.launching import Launch, lse_strides, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
@@ -176,7 +176,7 @@ def backward_launches(
         "tickets": tickets,
         "o_strides": row_strides(o.stride()),
         "do_strides": row_strides(do.stride()),
-        "dlse_strides": None if dlse is None else (0,) * (3 - dlse.dim()) + dlse.stride(),
+        "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
         "DV": v.shape[-1],
         "BLOCK_DV": block_dv,
         "CLEARS": order == "cleared",

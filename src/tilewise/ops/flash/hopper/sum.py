@@ -12,6 +12,7 @@ import triton.language as tl
 from tilewise.ops._device.delta import row_gradients
 from tilewise.ops._device.load import store_rows
 from tilewise.ops._device.reach import by_head, key_blocks
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_tile, other_side
 
 SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left", "right")
@@ -34,8 +35,8 @@ def flash_bwd_hopper_prepare_kernel(
     )
     if cu_q is not None:
         i_b = 0
-    o_rows = (o, o_strides, i_b, i_h, start_q, Tq)
-    do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+    o_rows = Rows(o, o_strides, i_b, i_h, start_q, Tq)
+    do_rows = Rows(do, do_strides, i_b, i_h, start_q, Tq)
     b_delta, b_lse, _, _ = row_gradients(
         o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV
     )
@@ -72,4 +73,4 @@ def flash_bwd_hopper_finish_kernel(
     o_sum = pid.to(tl.int64) * (BLOCK_M * BLOCK_D) + (o_d // 8 * (8 * BLOCK_M) + o_m * 8 + o_d % 8)
     n_summed = tl.where(first < end, Tq, 0)
     b_dq = tl.load(sums + o_sum, mask=(i_m + o_m < n_summed) & (o_d < D), other=0.0)
-    store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, D, BLOCK_M, BLOCK_D)
+    store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, D, BLOCK_M, BLOCK_D)

@@ -16,6 +16,7 @@ import triton.language as tl
 from tilewise.ops._device.delta import row_gradients
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keep, key_range, keys_seen, query_range, zero_unseen
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.softmax import cap_scores, score_gradient
 from tilewise.ops._device.tap import tap
 from tilewise.ops._device.varlen import locate_tile, other_side
@@ -40,8 +41,8 @@ def flash_bwd_prepare_kernel(
     )
     if cu_q is not None:
         i_b = 0
-    o_rows = (o, o_strides, i_b, i_h, start_q, Tq)
-    do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+    o_rows = Rows(o, o_strides, i_b, i_h, start_q, Tq)
+    do_rows = Rows(do, do_strides, i_b, i_h, start_q, Tq)
     b_delta, b_lse, o_row, m_row = row_gradients(
         o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV
     )
@@ -57,13 +58,13 @@ def flash_bwd_dkdv_step(
 ):  # fmt: skip
     """One query tile's part of dK and dV."""
     o_m = i_m + tl.arange(0, BLOCK_M)
-    i_step = q_rows[3] * tl.cdiv(q_rows[5], BLOCK_M) + i_m // BLOCK_M
+    i_step = q_rows.i_h * tl.cdiv(q_rows.n_rows, BLOCK_M) + i_m // BLOCK_M
     # [M, D]
     b_q = load_rows(q_rows, i_m, D, BLOCK_M, BLOCK_D, TMA)
     # [N, D] @ [D, M] -> [N, M]
     b_sT = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     tap(taps, i_step, 0, b_q)
-    b_lse = tl.load(p_lse + o_m, mask=o_m < q_rows[5], other=float("inf"))
+    b_lse = tl.load(p_lse + o_m, mask=o_m < q_rows.n_rows, other=float("inf"))
     b_sT = cap_scores(b_sT, score_scale)
     tap(taps, i_step, 1, b_sT)
     b_pT = tl.exp2(b_sT * scale_log2 - b_lse[None, :])
@@ -79,7 +80,7 @@ def flash_bwd_dkdv_step(
     tap(taps, i_step, 4, acc_dv)
     # [N, DV] @ [DV, M] -> [N, M]
     b_dpT = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-    b_delta = tl.load(p_delta + o_m, mask=o_m < q_rows[5], other=0.0)
+    b_delta = tl.load(p_delta + o_m, mask=o_m < q_rows.n_rows, other=0.0)
     b_dsT = score_gradient(b_pT, b_dpT, b_delta[None, :], b_sT, score_scale)
     tap(taps, i_step, 5, b_dpT)
     tap(taps, i_step, 6, b_dsT)
@@ -106,15 +107,15 @@ def flash_bwd_dkdv_kernel(
     i_b, start_q, Tq = other_side(cu_q, i_b, n_queries, i_n, Tk)
     n_seen = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]
-    b_k = load_rows((k, k_strides, i_b, i_hk // parts, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
-    b_v = load_rows((v, v_strides, i_b, i_hk // parts, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
+    b_k = load_rows(Rows(k, k_strides, i_b, i_hk // parts, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA)
+    b_v = load_rows(Rows(v, v_strides, i_b, i_hk // parts, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
     ends = query_range(i_n, Tq, n_seen, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for i_h in range(i_hk * group, i_hk * group + group):
-        q_rows = (q, q_strides, i_b, i_h, start_q, Tq)
-        do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+        q_rows = Rows(q, q_strides, i_b, i_h, start_q, Tq)
+        do_rows = Rows(do, do_strides, i_b, i_h, start_q, Tq)
         o_row = (tl.cast(i_b, tl.int64) * (n_heads_k * group) + i_h) * n_queries + start_q
         for PART in tl.static_range(3):
             if PART == 1 or (PART == 0 and right is not None) or (PART == 2 and left is not None):
@@ -126,8 +127,8 @@ def flash_bwd_dkdv_kernel(
                     )  # fmt: skip
     acc_dk = zero_unseen(acc_dk, i_n, n_seen, KEY_STRIDE, BLOCK_N)
     acc_dv = zero_unseen(acc_dv, i_n, n_seen, KEY_STRIDE, BLOCK_N)
-    store_rows((dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
-    store_rows((dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
+    store_rows(Rows(dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)
+    store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def flash_bwd_dq_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, KEY_STRIDE), b_p, 0.0)
+        b_p = tl.where(keep(o_m[:, None], o_n[None, :], k_rows.n_rows, off, left, right, KEY_STRIDE), b_p, 0.0)
     b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_s, score_scale)
     tap(taps, i_n // BLOCK_N, 4, b_p)
     tap(taps, i_n // BLOCK_N, 5, b_ds)
@@ -181,11 +182,11 @@ def flash_bwd_dq_kernel(
     )
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
-    k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
-    v_rows = (v, v_strides, i_b, i_h // group, start_k, Tk)
+    k_rows = Rows(k, k_strides, i_b, i_h // group, start_k, Tk)
+    v_rows = Rows(v, v_strides, i_b, i_h // group, start_k, Tk)
     # [M, D], [M, DV]
-    b_q = load_rows((q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
-    b_do = load_rows((do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, TMA)
+    b_q = load_rows(Rows(q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
+    b_do = load_rows(Rows(do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, TMA)
     o_m = i_m + tl.arange(0, BLOCK_M)
     o_row = (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + start_q + o_m
     b_lse = tl.load(lse_log2 + o_row, mask=o_m < Tq, other=float("inf"))
@@ -201,4 +202,4 @@ def flash_bwd_dq_kernel(
                     score_scale, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION,
                     PART != 1,
                 )  # fmt: skip
-    store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)
+    store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * scale, D, BLOCK_M, BLOCK_D)

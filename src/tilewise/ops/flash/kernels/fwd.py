@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keep, key_range, keys_seen
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.softmax import cap_scores, online_softmax_step, softmax_finish
 from tilewise.ops._device.tap import tap
 from tilewise.ops._device.varlen import locate_tile, other_side
@@ -37,7 +38,9 @@ def flash_fwd_step(
     if MASKED:
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
-        b_s = tl.where(keep(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, KEY_STRIDE), b_s, float("-inf"))
+        b_s = tl.where(
+            keep(o_m[:, None], o_n[None, :], k_rows.n_rows, off, left, right, KEY_STRIDE), b_s, float("-inf")
+        )
     b_p, m, l, rescale = online_softmax_step(b_s, m, l, scale_log2, MASKED)
     tap(taps, i_n // BLOCK_N, 3, m)
     tap(taps, i_n // BLOCK_N, 4, l)
@@ -69,10 +72,10 @@ def flash_fwd_kernel(
     )
     i_b, start_k, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
-    k_rows = (k, k_strides, i_b, i_h // group, start_k, Tk)
-    v_rows = (v, v_strides, i_b, i_h // group, start_k, Tk)
+    k_rows = Rows(k, k_strides, i_b, i_h // group, start_k, Tk)
+    v_rows = Rows(v, v_strides, i_b, i_h // group, start_k, Tk)
     # [M, D]
-    b_q = load_rows((q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
+    b_q = load_rows(Rows(q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA)
     if SIGN != 1:
         # The row maximum is taken before scaling, which wants a positive scale: its sign (or 0) goes into q, exactly.
         b_q = (b_q * SIGN).to(b_q.dtype)
@@ -90,6 +93,6 @@ def flash_fwd_kernel(
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, TMA, PRECISION, PART != 1,
                 )  # fmt: skip
     b_o, b_lse = softmax_finish(acc, m, l)
-    store_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, b_o, DV, BLOCK_M, BLOCK_DV)
+    store_rows(Rows(o, o_strides, i_b, i_h, start_q, Tq), i_m, b_o, DV, BLOCK_M, BLOCK_DV)
     o_m = i_m + tl.arange(0, BLOCK_M)
     tl.store(lse + (tl.cast(i_b, tl.int64) * n_heads + i_h) * n_queries + start_q + o_m, b_lse, mask=o_m < Tq)

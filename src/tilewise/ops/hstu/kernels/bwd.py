@@ -13,6 +13,7 @@ from tilewise.ops._device.history import history_end
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keys_seen
 from tilewise.ops._device.pairs import kept_pairs, keys_of, queries_of
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.silu import silu_slopes
 from tilewise.ops._device.tap import tap
 from tilewise.ops._device.varlen import locate_ordered, same_or_other_side
@@ -83,8 +84,8 @@ def hstu_bwd_dkdv_kernel(
     # Nothing is stored for keys that no query sees: nobody reads it.
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
     # [N, D], [N, DV]; of keys past the last nothing is stored.
-    b_k = load_rows((k, k_strides, i_b, i_h, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA, TMA != 0)
-    b_v = load_rows((v, v_strides, i_b, i_h, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA, TMA != 0)
+    b_k = load_rows(Rows(k, k_strides, i_b, i_h, start_k, Tk), i_n, D, BLOCK_N, BLOCK_D, TMA, TMA != 0)
+    b_v = load_rows(Rows(v, v_strides, i_b, i_h, start_k, Tk), i_n, DV, BLOCK_N, BLOCK_DV, TMA, TMA != 0)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
@@ -99,8 +100,8 @@ def hstu_bwd_dkdv_kernel(
         i_low = i_part * length
         i_high = i_low + length
         start_k += i_part * n_keys
-    q_rows = (q, q_strides, i_b, i_h, start_q, Tq)
-    do_rows = (do, do_strides, i_b, i_h, start_q, Tq)
+    q_rows = Rows(q, q_strides, i_b, i_h, start_q, Tq)
+    do_rows = Rows(do, do_strides, i_b, i_h, start_q, Tq)
     for PART in tl.static_range(5):
         if (
             (PART == 0 and (right is not None or HISTORY))
@@ -115,8 +116,8 @@ def hstu_bwd_dkdv_kernel(
                     gain, ratio, taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA,
                     PRECISION, PART != 1, PART != 3,
                 )  # fmt: skip
-    store_rows((dk, dk_strides, i_b, i_h, start_k, Tk), i_n, acc_dk * factor_s, D, BLOCK_N, BLOCK_D)
-    store_rows((dv, dv_strides, i_b, i_h, start_k, Tk), i_n, acc_dv * factor, DV, BLOCK_N, BLOCK_DV)
+    store_rows(Rows(dk, dk_strides, i_b, i_h, start_k, Tk), i_n, acc_dk * factor_s, D, BLOCK_N, BLOCK_D)
+    store_rows(Rows(dv, dv_strides, i_b, i_h, start_k, Tk), i_n, acc_dv * factor, DV, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
@@ -145,7 +146,9 @@ def hstu_bwd_dq_step(
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_ds = tl.where(
-            kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY),
+            kept_pairs(
+                o_m[:, None], o_n[None, :], k_rows.n_rows, off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY
+            ),
             b_ds,
             0.0,
         )
@@ -176,11 +179,11 @@ def hstu_bwd_dq_kernel(
     history = (context, history_end(num_targets, context, i_b, Tq), left)
     i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
-    k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
-    v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
+    k_rows = Rows(k, k_strides, i_b, i_h, start_k, Tk)
+    v_rows = Rows(v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D], [M, DV]; of rows past the last nothing is stored.
-    b_q = load_rows((q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA, TMA != 0)
-    b_do = load_rows((do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, TMA, TMA != 0)
+    b_q = load_rows(Rows(q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA, TMA != 0)
+    b_do = load_rows(Rows(do, do_strides, i_b, i_h, start_q, Tq), i_m, DV, BLOCK_M, BLOCK_DV, TMA, TMA != 0)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
     ends = keys_of(i_m, Tq, Tk, left, right, history, KEY_STRIDE, CAUSAL, HISTORY, BLOCK_M, BLOCK_N)
@@ -192,4 +195,4 @@ def hstu_bwd_dq_kernel(
                     taps, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION,
                     PART != 1, PART != 3,
                 )  # fmt: skip
-    store_rows((dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * factor_s, D, BLOCK_M, BLOCK_D)
+    store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, acc_dq * factor_s, D, BLOCK_M, BLOCK_D)

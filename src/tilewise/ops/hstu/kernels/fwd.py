@@ -17,6 +17,7 @@ from tilewise.ops._device.history import history_end
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keys_seen
 from tilewise.ops._device.pairs import kept_pairs, keys_of
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.silu import silu_weights
 from tilewise.ops._device.tap import tap
 from tilewise.ops._device.varlen import locate_ordered, same_or_other_side
@@ -44,7 +45,9 @@ def hstu_fwd_step(
         o_m = i_m + tl.arange(0, BLOCK_M)
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_p = tl.where(
-            kept_pairs(o_m[:, None], o_n[None, :], k_rows[5], off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY),
+            kept_pairs(
+                o_m[:, None], o_n[None, :], k_rows.n_rows, off, left, right, history, KEY_STRIDE, CAUSAL, HISTORY
+            ),
             b_p,
             0.0,
         )
@@ -78,10 +81,10 @@ def hstu_fwd_kernel(
     history = (context, history_end(num_targets, context, i_b, Tq), left)
     i_b, start_k, Tk = same_or_other_side(cu, cu_other, i_b, start_q, Tq, n_keys)
     Tk = keys_seen(Tq, Tk, right, KEY_STRIDE)
-    k_rows = (k, k_strides, i_b, i_h, start_k, Tk)
-    v_rows = (v, v_strides, i_b, i_h, start_k, Tk)
+    k_rows = Rows(k, k_strides, i_b, i_h, start_k, Tk)
+    v_rows = Rows(v, v_strides, i_b, i_h, start_k, Tk)
     # [M, D]; of rows past the last nothing is stored.
-    b_q = load_rows((q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA, TMA != 0)
+    b_q = load_rows(Rows(q, q_strides, i_b, i_h, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, TMA, TMA != 0)
     tap(taps, 0, 0, b_q)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     off = diagonal(Tq, Tk, KEY_STRIDE)
@@ -94,4 +97,4 @@ def hstu_fwd_kernel(
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KEY_STRIDE, CAUSAL, HISTORY, TMA, PRECISION, PART != 1,
                     PART != 3,
                 )  # fmt: skip
-    store_rows((o, o_strides, i_b, i_h, start_q, Tq), i_m, acc * factor, DV, BLOCK_M, BLOCK_DV)
+    store_rows(Rows(o, o_strides, i_b, i_h, start_q, Tq), i_m, acc * factor, DV, BLOCK_M, BLOCK_DV)
