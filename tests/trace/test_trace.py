@@ -159,10 +159,13 @@ BUGS = {
     "dQ scale": ("flash.kernels.bwd", "acc_dq * scale", "acc_dq", ["--direction", "backward"], "dQ_final", "8 times"),
     "dK and dV": (
         "flash.kernels.bwd",
-        "i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D) store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv,",
         (
-            "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n    store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk *"
-            " scale,"
+            "i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
+            " store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv,"
+        ),
+        (
+            "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n"
+            "    store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale,"
         ),
         ["--direction", "backward"],
         "dK_final",
