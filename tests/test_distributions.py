@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import mytorch
+import tilewise
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"tilewise": ROOT, "mytorch": ROOT / "packages" / "mytorch"}
 PROJECTS = {name: tomllib.loads((folder / "pyproject.toml").read_text()) for name, folder in FOLDERS.items()}
@@ -46,8 +49,20 @@ def test_no_requirement_names_an_unpublished_distribution(name):
     assert name == "tilewise" or "tilewise" not in required
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_package_says_its_version_and_that_it_is_typed(name):
+    """The version stands in the package alone, where it is read without an install; pyproject takes it from there."""
+    tools = PROJECTS[name]["tool"]["setuptools"]
+    assert PROJECTS[name]["project"]["dynamic"] == ["version"]
+    assert tools["dynamic"]["version"] == {"attr": f"{name}.__version__"}
+    # A plain text: setuptools reads it and imports nothing.
+    assert re.findall(r'(?m)^__version__ = "(.*)"$', (FOLDERS[name] / "src" / name / "__init__.py").read_text())
+    assert "py.typed" in tools["package-data"][name]
+    assert (FOLDERS[name] / "src" / name / "py.typed").exists()
+
+
 def test_both_are_released_together():
-    assert len({project["project"]["version"] for project in PROJECTS.values()}) == 1
+    assert mytorch.__version__ == tilewise.__version__
 
 
 def test_make_installs_both_at_once():

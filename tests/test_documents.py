@@ -43,8 +43,15 @@ def test_links_lead_somewhere(path):
         assert (path.parent / target).exists(), target
 
 
-def test_the_version_is_the_same_everywhere():
-    assert f'version = "{tilewise.__version__}"' in (ROOT / "pyproject.toml").read_text()
+def test_the_changelog_has_dated_releases_the_newest_of_this_version():
+    headings = re.findall(r"^## (.*)$", read("CHANGELOG.md"), flags=re.M)
+    releases = [
+        re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d{2}-\d{2})", line) for line in headings if line != "Unreleased"
+    ]
+    assert all(releases)
+    assert releases[0][1] == tilewise.__version__
+    assert [one[2] for one in releases] == sorted((one[2] for one in releases), reverse=True)
+    assert releases[-1][1] == "0.1.0"
 
 
 def test_every_make_target_of_the_readme_exists():

@@ -21,6 +21,7 @@ from mytorch.tensor import Tensor
 
 cat = Tensor.cat
 
+__version__ = "0.1.0"
 __all__ = [
     "Device",
     "Function",
