@@ -11,13 +11,15 @@ PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 # Beside the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: help verify bench test test-all test-slow test-tritons inspect docs lint types format clean
+.PHONY: help verify bench test test-all test-slow test-nightly test-tritons inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
 	@echo "make bench     install, then time every operator beside what a user would pick instead, into bench/"
 	@echo "make test      install, then lint, types and tests"
-	@echo "make test-all  the same with the tests marked slow"
+	@echo "make test-slow  install, then the tests marked slow"
+	@echo "make test-all  make test with the tests marked slow"
+	@echo "make test-nightly  make test with every test there is"
 	@echo "make test-tritons  install Triton $(TRITONS), then with each compile every kernel and interpret every operator"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
@@ -50,13 +52,16 @@ types: $(READY)
 	$(BIN)/python -m mypy
 
 test: lint types
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(SLOW)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not nightly" $(SLOW)
 
 test-all: lint types
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not nightly"
+
+test-nightly: lint types
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 $(VENV)/triton-%/.ready: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*

@@ -48,8 +48,14 @@ def test_hopper():
     check(90, "float32", "main", MULTIPLYING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(80, marks=pytest.mark.nightly),
+        pytest.param(90, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_every_kernel(architecture, dtype):
     check(architecture, dtype, "all", (*MULTIPLYING, *OTHERS))
