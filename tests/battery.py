@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Check, Implementation, Result
 from tilewise.verify.run import Runner
@@ -17,7 +17,7 @@ from tilewise.verify.text import result_lines
 def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Result:
     """Run one case, and return what was compared; fails with what verify would print."""
     implementation = Implementation(backend, device, interpreted=backend == "triton" and device == "cpu")
-    found = registry.find(operator)
+    found = workbench.find(operator)
     result = Runner(found, partial(found.load("function"), backend=backend)).run(
         Check(operator, implementation, case, dtype)
     )
@@ -34,7 +34,7 @@ def triton_cases(*operators: str) -> list:
     on_gpu = torch.cuda.is_available()
     found = []
     for operator in operators:
-        suite = registry.find(operator).load("suite")
+        suite = workbench.find(operator).load("suite")
         for i, case in enumerate(suite.cases if on_gpu else suite.standard("cpu", interpreted=True)):
             for dtype in DTYPES if on_gpu else ("bf16", "fp32"):
                 quick = on_gpu or (dtype == "bf16" and i % 2 == 0)
@@ -65,7 +65,7 @@ def cpu_cases(*operators: str) -> list:
     return [
         pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if slow(i, case.name, dtype) else [])
         for operator in operators
-        for i, case in enumerate(registry.find(operator).load("suite").cases)
+        for i, case in enumerate(workbench.find(operator).load("suite").cases)
         for dtype in DTYPES
         if case.name not in ("xl", "xxl")
     ]

@@ -16,7 +16,7 @@ WORKBENCH = (
     "tilewise.inspect",
     "tilewise.report",
     "tilewise.cli",
-    "tilewise.registry",
+    "tilewise.workbench",
     "tilewise.doctor",
 )
 OPS_MAY = ("torch", "triton", "tilewise")

@@ -12,7 +12,7 @@ import pytest
 from battery import check
 from compiling import run_compiling
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.inspect.allowances import OPERATORS
 
 pytestmark = pytest.mark.slow
@@ -54,10 +54,10 @@ def test_every_kernel_of_mytorch_compiles():
     assert {kernel["kernel"] for kernel in found} == kernels(MYTORCH)
 
 
-@pytest.mark.parametrize("operator", registry.OPERATORS)
+@pytest.mark.parametrize("operator", workbench.names("suite"))
 def test_every_operator_is_right(operator):
     result = check(operator, "small", "bf16", "triton", "cpu")
-    problem = registry.find(operator).load("suite").find("small").problem
+    problem = workbench.find(operator).load("suite").find("small").problem
     names = {comparison.name for comparison in result.comparisons}
     assert names & set(problem.outputs), "the forward"
     assert names & {"dq", "dfq"}, "the backward"

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import _warmup, cli
 from tilewise._warmup import Warmed, _architecture
-from tilewise.verify.cases.flash import Flash
+from tilewise.workbench.flash.cases import Flash
 
 runner = CliRunner()
 

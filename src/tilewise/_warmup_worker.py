@@ -18,22 +18,22 @@ import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.bench import operators as benchmarks
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import compiling, start
 from tilewise.ops._host.launching import Launch, capture
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.run import DTYPES
 from tilewise.verify.suite import NAMED, Case, Suite
+from tilewise.workbench.operator import UsageError
 
 
 def cases(operator: str, shapes: Sequence[str]) -> list[Case]:
     """Those asked for, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes
     where it has none.
     """
+    suite: Suite = workbench.find(operator).load("suite")
     try:
-        suite: Suite = registry.find(operator).load("suite")
         standard = benchmarks.find(operator).gpu_cases if operator in benchmarks.MODULES else ()
         named = {case.name: case for case in standard}
         if shapes:
@@ -54,7 +54,7 @@ def launches(operator: str, case: Case, dtype: torch.dtype, architecture: int, f
     tensors = {name: _without_data(x) for name, x in problem.tensors(fill).items()}
     leaves = [x.requires_grad_(not forward_only) for x in tensors.values() if x.is_floating_point()]
     with capture(architecture) as found:
-        results = registry.find(operator).load("function")(**problem.arguments(tensors), **problem.options())
+        results = workbench.find(operator).load("function")(**problem.arguments(tensors), **problem.options())
         output = results[0] if isinstance(results, tuple) else results
         if not forward_only:
             torch.autograd.grad(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilewise import interpreter
+from tilewise.workbench.operator import UsageError
 
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
 
@@ -28,12 +29,7 @@ def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
     """Inside, a UsageError is printed and ends the command."""
     try:
         yield
-    except Exception as error:
-        # Only now: it comes with torch, which decides how Triton runs.
-        from tilewise.verify.implementation import UsageError
-
-        if not isinstance(error, UsageError):
-            raise
+    except UsageError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
 
@@ -97,7 +93,6 @@ def verify(
     Exit code 0: all passed; 1: a failure; 2: wrong usage.
     """
     from tilewise.verify.command import Request, list_cases, run_request
-    from tilewise.verify.implementation import UsageError
     from tilewise.verify.result import Settings
 
     console = _console()
@@ -179,7 +174,6 @@ def trace(
     """
     from tilewise.trace.command import run_trace
     from tilewise.trace.request import Request
-    from tilewise.verify.implementation import UsageError
 
     console = _console()
     with _wrong_usage_exits_with_2(console):
@@ -369,7 +363,6 @@ def inspect(
     from tilewise.inspect.audit import PARTS, print_audit
     from tilewise.inspect.audit import audit as audit_operators
     from tilewise.inspect.command import Request, run_inspect
-    from tilewise.verify.implementation import UsageError
 
     console = _console()
     command = shlex.join(["tilewise", *sys.argv[1:]])

@@ -56,13 +56,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _checks(operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", "bf16"), **settings: Any) -> list[Any]:
-    from tilewise.verify.api import find_operator
-    from tilewise.verify.implementation import UsageError
+    from tilewise import workbench
     from tilewise.verify.plan import plan
     from tilewise.verify.result import Settings
+    from tilewise.workbench.operator import UsageError
 
     try:
-        return plan(find_operator(operator), "tilewise_check", configs, dtypes, Settings(**settings))
+        return plan(workbench.find(operator), "tilewise_check", configs, dtypes, Settings(**settings))
     except (TypeError, UsageError) as error:
         raise pytest.UsageError(f"@pytest.mark.tilewise: {error}") from None
 
@@ -70,12 +70,12 @@ def _checks(operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", 
 @pytest.fixture
 def tilewise_check(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any]], None]:
     """Call it with the implementation: it fails the test with what `tilewise verify` would print."""
-    from tilewise import registry
+    from tilewise import workbench
     from tilewise.verify.run import Runner
     from tilewise.verify.text import result_lines
 
     def check(function: Callable[..., Any]) -> None:
-        result = Runner(registry.find(request.param.operator), function).run(request.param)
+        result = Runner(workbench.find(request.param.operator), function).run(request.param)
         if not result.passed:
             # The command that would repeat it names no file: the test itself does.
             pytest.fail("\n".join(result_lines(result, verbose=False)[:-1]), pytrace=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise import cli, registry
+from tilewise import cli, workbench
 from tilewise.bench import ceiling, operators
 from tilewise.bench.baseline import Call, CannotRunError, floating_leaves
 from tilewise.bench.ceiling import Ceiling
@@ -54,7 +54,7 @@ def invoke(*words):
 
 
 def bench(name, *further, modes=("fwd", "bwd"), asked=()):
-    operator, timed = registry.find(name), operators.find(name)
+    operator, timed = workbench.find(name), operators.find(name)
     own = own_implementation(operator)
     everyone = [*contenders(operator, timed, [], asked, torch.float32, own), *further]
     device = torch.device(own.device)
@@ -87,7 +87,7 @@ def test_every_operator_and_baseline_is_timed(name):
 
 @pytest.mark.parametrize("name", operators.MODULES)
 def test_the_standard_cases_are_problems_of_the_operator(name):
-    operator, timed = registry.find(name), operators.find(name)
+    operator, timed = workbench.find(name), operators.find(name)
     for cases in (timed.gpu_cases, timed.cpu_cases):
         assert len({case.name for case in cases}) == len(cases) >= 2
         for case in cases:
@@ -190,7 +190,7 @@ def test_who_fails_while_being_timed_ends_nothing():
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_choice_in_lower_precision_is_no_other_computation():
     """Plain torch in bf16 chooses other blocks here and there."""
-    operator, timed = registry.find("nsa"), operators.find("nsa")
+    operator, timed = workbench.find("nsa"), operators.find("nsa")
     own = own_implementation(operator)
     everyone = contenders(operator, timed, [], ["torch"], torch.bfloat16, own)
     one = Bench(
@@ -218,13 +218,13 @@ def test_what_is_verified_for_a_long_case_is_no_trifle(name):
     timed, seen = operators.find(name), []
 
     def run(check):
-        seen.append(registry.find(name).load("suite").find(check.case).problem)
+        seen.append(workbench.find(name).load("suite").find(check.case).problem)
         return Result(check)
 
     for device, cases in (("cuda", timed.gpu_cases), ("cpu", timed.cpu_cases)):
         for case in cases:
             found = verify_case(
-                run, registry.find(name), Implementation("cpu", device), case.problem, "bf16", gradients=True
+                run, workbench.find(name), Implementation("cpu", device), case.problem, "bf16", gradients=True
             )
             assert found.same == (seen[-1] == case.problem)
             before, after = vars(case.problem), vars(seen[-1])
@@ -272,7 +272,7 @@ def test_flex_attention_computes_the_same(text):
     from tilewise.bench.dense import flex
     from tilewise.bench.flash import describe
 
-    operator = registry.find("flash")
+    operator = workbench.find("flash")
     problem = operator.load("suite").find(text).problem
     tensors = {
         name: x.float() if x.is_floating_point() else x for name, x in problem.tensors(make_fill("random", 0)).items()
@@ -419,7 +419,7 @@ def test_a_baseline_of_an_operator_can_be_asked_for_by_name():
 def test_a_function_called_as_a_baseline_is_keeps_its_whole_name(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def sdpa(q, k, v): pass\ndef fast(q, k, v): pass\ndef tilewise(q, k, v): pass\n")
-    operator, timed = registry.find("flash"), operators.find("flash")
+    operator, timed = workbench.find("flash"), operators.find("flash")
     specs = [f"{path}:{name}" for name in ("sdpa", "fast", "tilewise")]
     everyone = contenders(operator, timed, specs, [], torch.float32, own_implementation(operator))
     assert [one.name for one in everyone][:4] == [specs[0], "fast", specs[2], OURS]

@@ -16,9 +16,9 @@ from tilewise.bench.text import change_lines, summary_lines
 from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
 from tilewise.bench.verified import shorter
 from tilewise.bench.work import Work
-from tilewise.verify.cases.flash import Flash
-from tilewise.verify.cases.hstu import Hstu
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.flash.cases import Flash
+from tilewise.workbench.hstu.cases import Hstu
+from tilewise.workbench.operator import UsageError
 
 CEILING = Ceiling(100.0, 1000.0, "float32")
 

@@ -8,22 +8,22 @@ import torch
 from tilewise.bench import operators
 from tilewise.bench.pairs import ended_windows, in_blocks, in_window
 from tilewise.ops.nsa import reference as nsa
-from tilewise.verify.cases.bsa import Bsa
-from tilewise.verify.cases.flash import Flash
-from tilewise.verify.cases.hstu import Hstu
-from tilewise.verify.cases.nsa import Nsa
-from tilewise.verify.cases.nsa_compressed import NsaCompressed
-from tilewise.verify.cases.nsa_selected import NsaSelected
 from tilewise.verify.fill import make_fill
+from tilewise.workbench.bsa.cases import Bsa
+from tilewise.workbench.flash.cases import Flash
+from tilewise.workbench.hstu.cases import Hstu
+from tilewise.workbench.nsa.cases import Nsa
+from tilewise.workbench.nsa.cases_compressed import NsaCompressed
+from tilewise.workbench.nsa.cases_selected import NsaSelected
 
 
 def count(name, problem):
     """As a run counts it, on the reference's outputs."""
-    from tilewise import registry
+    from tilewise import workbench
     from tilewise.verify.evaluate import evaluate
 
     tensors = problem.tensors(make_fill("random", 0))
-    outputs = evaluate(problem, registry.find(name).load("reference"), tensors, torch.float64, None)
+    outputs = evaluate(problem, workbench.find(name).load("reference"), tensors, torch.float64, None)
     return operators.find(name).pairs(problem, tensors, outputs), tensors, outputs
 
 

@@ -14,7 +14,7 @@ from tilewise.inspect import compile as compiling
 from tilewise.inspect import kept
 from tilewise.inspect.kept import inspect_launch
 from tilewise.inspect.record import implementation_launches
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 FILE = Path(__file__).with_name("tiny_implementations.py")
 

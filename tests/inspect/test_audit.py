@@ -15,12 +15,12 @@ from audit_kernels import copy_rows_kernel, cut_kernel
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tilewise import cli, registry
+from tilewise import cli, workbench
 from tilewise.inspect import audit
 from tilewise.inspect.audit_run import faults, limits
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
 from tilewise.ops.bsa import selected as bsa
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 pytestmark = pytest.mark.skipif(
     "__import__('torch').cuda.is_available()", reason="kernels of this process are compiled, not interpreted"
@@ -130,7 +130,7 @@ def test_limits_of_grids_and_descriptors():
 
 
 def test_every_operator_has_an_audit():
-    assert list(audit.PARTS) == list(registry.OPERATORS)
+    assert list(audit.PARTS) == workbench.names("suite")
     with pytest.raises(UsageError, match="there is no operator 'flush': expected one of flash"):
         audit.audit(["flush"])
 
@@ -204,7 +204,7 @@ def test_one_part_passes(monkeypatch):
 
 @pytest.mark.slow
 def test_every_operator_passes():
-    wrong = [result for result in audit.audit(list(registry.OPERATORS)) if not result.passed]
+    wrong = [result for result in audit.audit(workbench.names("suite")) if not result.passed]
     assert not wrong, wrong
 
 

@@ -19,7 +19,7 @@ from tilewise.ops.hstu.simulate import Options
 from tilewise.trace import command, hstu_programs
 from tilewise.trace.hstu_programs import HEADS, LEAD, Case
 from tilewise.trace.request import Request
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")
 

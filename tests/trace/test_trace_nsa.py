@@ -17,7 +17,7 @@ from tilewise import cli
 from tilewise.ops.nsa import configs
 from tilewise.trace import command, nsa_programs
 from tilewise.trace.nsa_programs import Case, Numbers
-from tilewise.verify.cases.nsa_base import block_pattern
+from tilewise.workbench.nsa.base import block_pattern
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import registry
+from tilewise import workbench
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.verify.api import verify
-from tilewise.verify.cases.bsa import CASES, LAYOUTS, SUITE, Bsa
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.compare import DTYPE, WRONG
 from tilewise.verify.fill import make_fill
@@ -21,6 +20,7 @@ from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH
+from tilewise.workbench.bsa.cases import CASES, LAYOUTS, SUITE, Bsa
 
 _spec = importlib.util.spec_from_file_location(
     "bsa_implementations", Path(__file__).parents[2] / "examples" / "bsa_implementations.py"
@@ -65,7 +65,7 @@ def test_no_case_is_unfit(case, function, dtypes):
 
 
 def test_memory_of_the_example_does_not_grow_as_the_square():
-    runner = Runner(registry.find("bsa"), examples.correct)
+    runner = Runner(workbench.find("bsa"), examples.correct)
     assert not runner.run(Check("bsa", Implementation("correct", "cpu", external=True), GROWTH, "bf16")).findings
 
 
@@ -306,7 +306,7 @@ def test_layouts_change_strides_and_not_shapes(layout, lengths):
 
 
 def test_the_operator_is_registered():
-    operator = registry.find("bsa")
+    operator = workbench.find("bsa")
     assert operator.load("function") is tilewise.block_sparse_attn
     assert operator.load("reference") is block_sparse_attn
     assert operator.load("suite") is SUITE

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.verify import verify
 from tilewise.verify.api import score
-from tilewise.verify.cases import flash
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Settings
 from tilewise.verify.suite import Mutant
+from tilewise.workbench.flash import cases as flash
 
-OPERATORS = registry.OPERATORS.values()
+OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
 
 
 @pytest.mark.slow

@@ -6,13 +6,16 @@ import pytest
 import torch
 from nsa_implementations import attend, compressed, selected
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.ops.nsa import reference
 from tilewise.verify.api import verify
-from tilewise.verify.cases import nsa, nsa_attend, nsa_compressed, nsa_selected
 from tilewise.verify.compare import WRONG
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import CHOICE, ERROR, NO_GRADIENT
+from tilewise.workbench.nsa import cases as nsa
+from tilewise.workbench.nsa import cases_attend as nsa_attend
+from tilewise.workbench.nsa import cases_compressed as nsa_compressed
+from tilewise.workbench.nsa import cases_selected as nsa_selected
 
 SUITES = {
     "nsa": nsa.SUITE,
@@ -36,7 +39,7 @@ def failing(result):
 
 def by_reference(op, eager=False):
     """The reference as the public function is called; in the inputs' own precision it is eager torch."""
-    function = registry.find(op).load("reference")
+    function = workbench.find(op).load("reference")
 
     def call(return_lse=None, return_indices=None, **arguments):
         q = arguments.get("q", arguments.get("fq"))

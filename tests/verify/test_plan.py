@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.verify.plan import DTYPES, plan
 from tilewise.verify.result import Settings
 from tilewise.verify.suite import GROWTH
@@ -11,14 +11,14 @@ from tilewise.verify.suite import GROWTH
 def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton"):
     """Cases of one implementation, each with its dtypes."""
     found = {}
-    for check in plan(registry.find(name), external, configs, dtypes, Settings()):
+    for check in plan(workbench.find(name), external, configs, dtypes, Settings()):
         if check.implementation.name == (external or backend):
             found.setdefault(check.case, []).append(check.dtype)
     return found
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpu"])
-@pytest.mark.parametrize("name", registry.OPERATORS)
+@pytest.mark.parametrize("name", workbench.names("suite"))
 def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cases = planned(name, backend=backend)
@@ -28,7 +28,7 @@ def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     counts = [sum(dtypes == [dtype] for dtypes in cases.values()) for dtype in DTYPES]
     assert min(counts) * 5 >= len(cases)
     expected = {
-        case.name for case in registry.find(name).load("suite").standard("cpu", interpreted=backend == "triton")
+        case.name for case in workbench.find(name).load("suite").standard("cpu", interpreted=backend == "triton")
     }
     assert set(cases) == expected - {"small"}
 
@@ -39,7 +39,7 @@ def test_the_backends_take_different_dtypes(monkeypatch):
 
 
 def test_one_dtype_or_a_case_by_name_leaves_nothing_out():
-    narrow = [case.name for case in registry.find("flash").load("suite").standard("cpu", interpreted=True)]
+    narrow = [case.name for case in workbench.find("flash").load("suite").standard("cpu", interpreted=True)]
     assert {name: dtypes for name, dtypes in planned("flash", dtypes=["bf16"]).items() if name in narrow} == {
         name: ["bf16"] for name in narrow
     }

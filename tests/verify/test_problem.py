@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise import registry
-from tilewise.verify.cases.flash import CASES, Flash, draw
+from tilewise import workbench
 from tilewise.verify.fill import make_fill
 from tilewise.verify.problem import cut, place, transposed
 from tilewise.verify.suite import Suite
+from tilewise.workbench.flash.cases import CASES, Flash, draw
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_placing_keeps_values_strides_and_alignment_and_surrounds(x):
     assert int(memory.isnan().sum()) == memory.numel() - distinct
 
 
-@pytest.mark.parametrize("operator", registry.OPERATORS.values(), ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", map(workbench.find, workbench.names("suite")), ids=lambda operator: operator.name)
 def test_every_suite_is_whole(operator):
     suite: Suite = operator.load("suite")
     assert callable(operator.load("reference"))
@@ -108,7 +108,7 @@ def test_every_suite_is_whole(operator):
 
 
 def test_the_standard_cases():
-    suite: Suite = registry.find("flash").load("suite")
+    suite: Suite = workbench.find("flash").load("suite")
     interpreted = {case.name for case in suite.standard("cpu", True)}
     assert {"small", "window", "packed"} <= interpreted
     assert not {"medium", "large", "xl", "d-128"} & interpreted

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tilewise import workbench
 from tilewise.verify import UsageError, api, suite, verify, worker
 from tilewise.verify.result import CRASH, HANG, Finding, Implementation, Result, Settings
 
@@ -210,7 +211,7 @@ def test_a_planted_bug_that_hangs_in_company_is_judged_alone(monkeypatch):
             yield [Result(job.checks[0], findings=(finding,))]
 
     monkeypatch.setattr(api, "run_jobs", run_jobs)
-    operator = api.find_operator("flash")
+    operator = workbench.find("flash")
     mutants = [mutant.name for mutant in api.planted(operator)]
     spinning = mutants[1]
     results = list(api.score(operator, ["small"], ["bf16"], Settings()))

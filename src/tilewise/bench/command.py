@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilewise import doctor
+from tilewise import doctor, workbench
 from tilewise.bench import ceiling, operators
 from tilewise.bench.compare import changes, check_same, load, other_device, parse_tolerance
 from tilewise.bench.contender import contenders, own_implementation
@@ -22,11 +22,9 @@ from tilewise.bench.text import case_lines, change_lines, summary_lines, table
 from tilewise.bench.timing import Clock
 from tilewise.bench.verified import verify_case
 from tilewise.environment import environment
-from tilewise.registry import Operator
-from tilewise.verify.api import find_operator
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
+from tilewise.workbench.operator import Operator, UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -60,7 +58,7 @@ def run_request(request: Request, console: Console) -> bool:
     """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the
     run compared with.
     """
-    operator, timed = find_operator(request.operator), operators.find(request.operator)
+    operator, timed = workbench.find(request.operator), operators.find(request.operator)
     own = own_implementation(operator)
     dtype, device = request.dtype or ("bf16" if own.device == "cuda" else "fp32"), torch.device(own.device)
     _check(request, dtype)
@@ -114,7 +112,7 @@ def run_request(request: Request, console: Console) -> bool:
     return report.complete and bool(compared) and not any(change.regressed(tolerance) for change in compared)
 
 
-def find_cases(operator: Operator, timed: operators.Operator, request: Request, device: str) -> list[Case]:
+def find_cases(operator: Operator, timed: operators.Benchmark, request: Request, device: str) -> list[Case]:
     """Those asked for: by the benchmark's names, by verify's, or written out; by default the standard set of this kind
     of device.
     """

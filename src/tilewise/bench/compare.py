@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tilewise.bench.json_report import SCHEMA, VERSION
 from tilewise.bench.result import Report
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 
 class Change(NamedTuple):

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise import registry
 from tilewise.bench.baseline import Baseline, Call, floating_leaves
-from tilewise.bench.operators import Operator
+from tilewise.bench.operators import Benchmark
 from tilewise.verify.evaluate import flat_outputs
-from tilewise.verify.implementation import UsageError, load_function
+from tilewise.verify.implementation import load_function
 from tilewise.verify.plan import implementations
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.result import Implementation
+from tilewise.workbench.operator import Operator, UsageError
 
 OURS = "tilewise"
 PLAIN = "torch"
@@ -31,7 +31,7 @@ class Contender(NamedTuple):
     dense: bool = False
 
 
-def own_implementation(operator: registry.Operator) -> Implementation:
+def own_implementation(operator: Operator) -> Implementation:
     """The backend that users get on this machine's device."""
     found = [implementation for implementation in implementations(operator) if not implementation.interpreted]
     if not found:
@@ -40,8 +40,8 @@ def own_implementation(operator: registry.Operator) -> Implementation:
 
 
 def contenders(
-    operator: registry.Operator,
-    bench: Operator,
+    operator: Operator,
+    bench: Benchmark,
     impls: Sequence[str],
     asked: Sequence[str],
     dtype: torch.dtype,

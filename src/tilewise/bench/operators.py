@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilewise.bench.baseline import Baseline
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
+from tilewise.workbench.operator import UsageError
 
 # Each of these has an OPERATOR.
 MODULES = {
@@ -21,7 +21,7 @@ MODULES = {
 
 
 @dataclass(frozen=True)
-class Operator:
+class Benchmark:
     """How an operator is timed.
 
     `gpu_cases` and `cpu_cases` are the standard set of each kind of machine. `pairs` counts, from inputs and outputs by
@@ -39,10 +39,10 @@ class Operator:
         return self.gpu_cases if device == "cuda" else self.cpu_cases
 
 
-def find(name: str) -> Operator:
+def find(name: str) -> Benchmark:
     """The operator called `name`; a UsageError lists the names there are."""
     if name not in MODULES:
         raise UsageError(f"there is no benchmark of {name!r}: expected one of {', '.join(MODULES)}")
     operator = importlib.import_module(MODULES[name]).OPERATOR
-    assert isinstance(operator, Operator)
+    assert isinstance(operator, Benchmark)
     return operator

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
-from tilewise import registry
 from tilewise.bench.result import Verified
 from tilewise.verify.problem import Problem
 from tilewise.verify.result import Check, Implementation, Result, Settings
+from tilewise.workbench.operator import Operator
 
 # Scores of all heads that the fp64 truth may have: a gigabyte a copy on a GPU, of which it takes several.
 MOST_SCORES = {"cuda": 1 << 27, "cpu": 1 << 24}
@@ -14,7 +14,7 @@ MOST_SCORES = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 def verify_case(
     run: Callable[[Check], Result],
-    operator: registry.Operator,
+    operator: Operator,
     implementation: Implementation,
     problem: Problem,
     dtype: str,

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from tilewise.verify.api import find_operator
+from tilewise import workbench
 
 # The parts of each registered operator; parts that operators share are audited once.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ def audit(operator_names: Sequence[str]) -> list[AuditResult]:
 
     A UsageError names unknown ones.
     """
-    names = [find_operator(name).name for name in operator_names]
+    names = [workbench.find(name).name for name in operator_names]
     parts = list(dict.fromkeys(part for name in names for part in PARTS[name]))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = dict(zip(parts, pool.map(_audit_part, parts), strict=True))

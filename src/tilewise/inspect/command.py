@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tilewise import workbench
 from tilewise.environment import environment
 from tilewise.inspect import allowances
 from tilewise.inspect.diff import diff_lines
@@ -16,9 +17,8 @@ from tilewise.inspect.pool import Pool
 from tilewise.inspect.request import Row, Wanted
 from tilewise.inspect.saved import read_rows, write_rows
 from tilewise.inspect.text import print_rows
-from tilewise.verify.api import find_operator
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.run import DTYPES
+from tilewise.workbench.operator import UsageError
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _rows(request: Request, operator: str, console: Console) -> list[Row]:
     """What the command's own words name: a file, or an operator and what of it."""
     if _is_file(operator):
         return _kept(request, read_rows(Path(operator)))
-    name = operator if operator in PLACES and not request.impl else find_operator(operator).name
+    name = operator if operator in PLACES and not request.impl else workbench.find(operator).name
     wanted = Wanted((name,), request.impl, direction=request.direction or "", dtype=request.dtype, sass=request.sass)
     if request.config and request.impl:
         wanted = replace(wanted, case=request.config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.inspect.request import Row, Wanted
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 
 class _Architecture:

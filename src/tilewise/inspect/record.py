@@ -13,13 +13,14 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.inspect.launches import Labelled, label_once
 from tilewise.ops._host.launching import Launch
-from tilewise.verify.implementation import UsageError, check_signature, load_function
+from tilewise.verify.implementation import check_signature, load_function
 from tilewise.verify.result import Implementation
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.operator import UsageError
 
 
 @contextlib.contextmanager
@@ -59,12 +60,12 @@ def implementation_launches(
     operator: str, implementation: str, case_name: str, architecture: int, dtype: torch.dtype
 ) -> list[Labelled]:
     """Forward and, where the function can be differentiated, backward. A UsageError says what is wrong with it."""
-    suite: Suite = registry.find(operator).load("suite")
+    suite: Suite = workbench.find(operator).load("suite")
     try:
         case = suite.find(case_name)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    function = load_function(registry.find(operator), Implementation(implementation, "cpu", external=True))
+    function = load_function(workbench.find(operator), Implementation(implementation, "cpu", external=True))
     check_signature(function, implementation, [case])
     failures: list[str] = []
     # The values of offsets and the like are there on the CPU alone; numbers that no kernel made would only mislead.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilewise.inspect.request import Row
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 SCHEMA = "tilewise.inspect"
 VERSION = 1

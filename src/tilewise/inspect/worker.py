@@ -17,8 +17,8 @@ from tilewise.inspect.record import implementation_launches
 from tilewise.inspect.request import Row, Wanted
 from tilewise.ops.flash.configs import family
 from tilewise.sanity import operators as sanity
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.run import DTYPES
+from tilewise.workbench.operator import UsageError
 
 # Lines of a compiler's error that are worth showing.
 MOST_LINES = 3

@@ -7,7 +7,7 @@ import torch
 
 from tilewise.sanity import operators
 from tilewise.sanity.operators import Entry
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tilewise.ops.flash.hopper.configs import (
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch

@@ -14,7 +14,7 @@ from tilewise.ops.nsa.reference import choice_scores, selected_attention
 from tilewise.ops.nsa.sizes import Sizes, window_count
 from tilewise.sanity.operators import Operator
 from tilewise.sanity.outcome import Choice, Outcome, filled, gradient_outcomes, output_outcomes
-from tilewise.verify.cases.nsa_base import block_pattern
+from tilewise.workbench.nsa.base import block_pattern
 
 # A card of each family.
 CARDS: dict[Family, int] = {"hopper": 90, "blackwell": 100, "medium": 80, "small": 86}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.sanity.outcome import Choice, Outcome
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 # Each of these has an OPERATOR.
 MODULES = {

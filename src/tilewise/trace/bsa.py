@@ -10,7 +10,7 @@ from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 # Two choices, each for two heads; channels, and blocks that a token chooses.
 HEADS, CHANNELS, COUNT = 4, 64, 3

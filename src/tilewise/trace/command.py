@@ -15,8 +15,8 @@ from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced, split_step
 from tilewise.trace.tiles import option
 from tilewise.trace.values import MissingNameError, Values
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.run import DTYPES
+from tilewise.workbench.operator import UsageError
 
 
 def run_trace(request: Request) -> tuple[list[str], bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewise import interpreter, registry
+from tilewise import interpreter, workbench
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
@@ -21,8 +21,9 @@ from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.trace.values import Values
 from tilewise.verify.fill import make_fill
-from tilewise.verify.implementation import UsageError, load_function
+from tilewise.verify.implementation import load_function
 from tilewise.verify.result import Implementation
+from tilewise.workbench.operator import UsageError
 
 # Output and LSE of q, k and v; what else it is called with is bound.
 Reference = partial[tuple[torch.Tensor, torch.Tensor]]
@@ -110,7 +111,7 @@ def _recorded_forward(
 
 def _trace_function(request: Request, case: Case, spec: str, program: int, reference: Reference) -> Traced:
     function: Callable[..., Any] = load_function(
-        registry.find(request.operator), Implementation(spec, "cpu", external=True)
+        workbench.find(request.operator), Implementation(spec, "cpu", external=True)
     )
     names = dict(request.names or {})
     call = partial(function, case.q, case.k, case.v, **reference.keywords)

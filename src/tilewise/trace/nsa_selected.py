@@ -9,7 +9,7 @@ from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 # Key heads, query heads of each, channels, and blocks that a token names.
 KEY_HEADS, GROUP, CHANNELS, SLOTS = 2, 2, 64, 3

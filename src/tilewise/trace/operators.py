@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilewise.trace.request import Request, Traced
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 # Each of these has an OPERATOR.
 MODULES = {

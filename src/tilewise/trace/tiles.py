@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from tilewise.trace.request import Request
-from tilewise.verify.implementation import UsageError
+from tilewise.workbench.operator import UsageError
 
 Entry = TypeVar("Entry")
 

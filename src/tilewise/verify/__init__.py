@@ -4,8 +4,8 @@ same check would catch.
 
 from tilewise.verify.api import verify
 from tilewise.verify.compare import Comparison, Failure, compare_tensors
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.result import Check, Finding, MutantResult, Report, Result, Settings
+from tilewise.workbench.operator import UsageError
 
 __all__ = [
     "Check",

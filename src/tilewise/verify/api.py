@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tilewise import interpreter, registry
-from tilewise.registry import Operator
-from tilewise.verify.implementation import UsageError, check_signature
+from tilewise import interpreter, workbench
+from tilewise.verify.implementation import check_signature
 from tilewise.verify.plan import DTYPES, implementations, plan, planted
 from tilewise.verify.result import HANG, INTERNAL, SEED, Check, MutantResult, Report, Result, Settings
 from tilewise.verify.search import find_failure
 from tilewise.verify.suite import GROWTH, Mutant, Suite
 from tilewise.verify.worker import Job, one_process, run_jobs
+from tilewise.workbench.operator import Operator, UsageError
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
         UsageError: with what to do, where the request itself is wrong.
     """
     settings = Settings(seed, fill, gradients, repeat, rtol, atol)
-    operator = find_operator(op)
+    operator = workbench.find(op)
     if callable(impl):
         report = _verify_here(operator, impl, configs, dtypes, settings, search)
     else:
@@ -62,14 +62,6 @@ def verify(
     if mutants:
         report.mutants += score(operator, configs, dtypes, settings)
     return report
-
-
-def find_operator(name: str) -> Operator:
-    """The operator called `name`; a UsageError lists the names."""
-    try:
-        return registry.find(name)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[Result]:

@@ -7,16 +7,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilewise import doctor, registry
+from tilewise import doctor, workbench
 from tilewise.environment import environment
-from tilewise.registry import Operator
-from tilewise.verify.api import find_operator, run_checks, score, search_failures
-from tilewise.verify.implementation import UsageError
+from tilewise.verify.api import run_checks, score, search_failures
 from tilewise.verify.json_report import as_json
 from tilewise.verify.plan import plan, planted
 from tilewise.verify.result import Check, Report, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import mutant_line, result_lines, verdict_lines
+from tilewise.workbench.operator import Operator, UsageError
 
 STYLES = {"✓": "green", "✗": "red", "PASS": "green", "FAIL": "red"}
 
@@ -76,7 +75,7 @@ def run_request(request: Request, console: Console) -> bool:
 
 def list_cases(operators: Sequence[str], console: Console) -> None:
     """What can be asked for by name."""
-    for operator in [find_operator(name) for name in operators or registry.OPERATORS]:
+    for operator in [workbench.find(name) for name in operators or workbench.names("suite")]:
         suite = _suite(operator)
         console.print(f"[bold]{operator.name}[/]: {operator.summary}", highlight=False)
         for case in suite.cases:
@@ -111,8 +110,8 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
 
 def _operators(request: Request) -> list[Operator]:
     if request.impl and len(request.operators) != 1:
-        raise UsageError(f"--impl implements one operator: name it, one of {', '.join(registry.OPERATORS)}")
-    return [find_operator(name) for name in request.operators or registry.OPERATORS]
+        raise UsageError(f"--impl implements one operator: name it, one of {', '.join(workbench.names('suite'))}")
+    return [workbench.find(name) for name in request.operators or workbench.names("suite")]
 
 
 def _suite(operator: Operator) -> Suite:

@@ -10,13 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilewise.registry import Operator
 from tilewise.verify.result import Implementation
 from tilewise.verify.suite import Case
-
-
-class UsageError(Exception):
-    """What was asked for cannot be run; the message says what to do."""
+from tilewise.workbench.operator import Operator, UsageError
 
 
 def load_function(operator: Operator, implementation: Implementation) -> Callable[..., Any]:

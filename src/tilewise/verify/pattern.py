@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.verify.problem import Problem
 from tilewise.verify.result import Result
 from tilewise.verify.suite import GROWTH, Suite
@@ -21,7 +21,7 @@ def patterns(results: Sequence[Result]) -> list[str]:
             groups.setdefault((result.check.operator, str(result.check.implementation)), []).append(result)
     sentences = []
     for (operator, implementation), group in groups.items():
-        suite: Suite = registry.find(operator).load("suite")
+        suite: Suite = workbench.find(operator).load("suite")
         failed = {result.check.case for result in group if not result.passed}
         # A case with nothing but zeros in it passes whatever else is wrong.
         passed = {result.check.case for result in group if any(c.max_diff for c in result.comparisons)} - failed

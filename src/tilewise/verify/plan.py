@@ -3,10 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from tilewise.registry import Operator
-from tilewise.verify.implementation import UsageError
 from tilewise.verify.result import Check, Implementation, Settings
 from tilewise.verify.suite import GROWTH, Mutant, Suite
+from tilewise.workbench.operator import Operator, UsageError
 
 DTYPES = ("fp32", "fp16", "bf16")
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.registry import Operator
 from tilewise.verify.batch import reverse, sequences
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
 from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate
@@ -38,6 +37,7 @@ from tilewise.verify.result import (
 )
 from tilewise.verify.suite import GROWTH, Suite
 from tilewise.verify.watch import Watch
+from tilewise.workbench.operator import Operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Deterministic and independent of the batch order: shown in this dtype where interpretation makes every further run

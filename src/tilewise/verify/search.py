@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewise.registry import Operator
 from tilewise.verify.result import Check, Implementation, Result, Settings
 from tilewise.verify.suite import Suite
+from tilewise.workbench.operator import Operator
 
 
 class _FailedError(Exception):

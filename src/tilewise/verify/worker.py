@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from tilewise import interpreter, registry
+from tilewise import interpreter, workbench
 from tilewise.verify import suite
-from tilewise.verify.implementation import UsageError, check_signature, load_function
+from tilewise.verify.implementation import check_signature, load_function
 from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
 from tilewise.verify.suite import GROWTH, Suite
+from tilewise.workbench.operator import UsageError
 
 START_LIMIT = 120.0
 # Each of them imports torch.
@@ -217,7 +218,7 @@ def _no_main() -> Iterator[None]:
 
 
 def _suite(operator: str) -> Suite:
-    return registry.find(operator).load("suite")
+    return workbench.find(operator).load("suite")
 
 
 def _how_it_ended(code: int | None) -> str:
@@ -230,7 +231,7 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     """The child: load the implementation, say what is wrong with it or nothing, then answer checks."""
     # What an implementation prints is not part of the report.
     os.dup2(2, 1)
-    operator = registry.find(setup.operator)
+    operator = workbench.find(setup.operator)
     declared: Suite = operator.load("suite")
     if setup.mutant:
         from tilewise.verify.planting import plant

@@ -11,10 +11,10 @@ from bsa_inputs import assert_close, cumulative, random
 from tilewise import block_sparse_attn, hstu_attention_with_bsa
 from tilewise.ops.bsa import reference
 from tilewise.verify.api import verify
-from tilewise.verify.cases.hstu_bsa import CASES, SUITE, HstuBsa
 from tilewise.verify.fill import make_fill
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.run import DTYPES as TORCH_DTYPES
+from tilewise.workbench.bsa.cases_hstu import CASES, SUITE, HstuBsa
 
 BACKENDS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.gpu)]
 LENGTHS = (0, 23, 7, 0, 45, 1)

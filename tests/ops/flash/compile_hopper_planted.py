@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tilewise.verify.cases.flash_hopper_mutants import HOPPER
 from tilewise.verify.planting import plant
+from tilewise.workbench.flash.planted import HOPPER
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 

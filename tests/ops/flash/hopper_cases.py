@@ -5,7 +5,7 @@ the ends of tiles.
 import pytest
 import torch
 
-from tilewise import registry
+from tilewise import workbench
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch
 
@@ -85,7 +85,7 @@ def forward_kernels(case: str, dtype: torch.dtype = torch.bfloat16) -> list[str]
 
 def forward_launches(case: str, dtype: torch.dtype = torch.bfloat16) -> list:
     """What a case's forward launches on Hopper."""
-    problem = registry.find("flash").load("suite").find(case).problem
+    problem = workbench.find("flash").load("suite").find(case).problem
     tensors = problem.tensors(lambda _name, shape, _size: torch.zeros(shape, dtype=dtype))
     options = problem.options()
     left, right = options.get("window_size", (-1, -1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise import flash_attention, registry
+from tilewise import flash_attention, workbench
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.api import flash_backward
@@ -26,7 +26,7 @@ NAMES = ["flash_bwd_hopper_prepare_kernel", "flash_bwd_hopper_kernel", "flash_bw
 
 
 def problem_of(case):
-    return registry.find("flash").load("suite").find(case).problem
+    return workbench.find("flash").load("suite").find(case).problem
 
 
 BACKWARD = [case for case in FORWARD if problem_of(case).width <= 128]
@@ -181,7 +181,7 @@ def as_if_long(monkeypatch):
 
 def check(case, dtype, deterministic):
     """As `battery.check`; freely, dq may differ from run to run, by the order of its sums, and nothing else."""
-    found = registry.find("flash")
+    found = workbench.find("flash")
     function = partial(found.load("function"), backend="triton", deterministic=deterministic)
     result = Runner(found, function).run(
         Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype)

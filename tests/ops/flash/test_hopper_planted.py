@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from compiling import compiled
 
-from tilewise.verify.cases.flash_hopper_mutants import HOPPER
+from tilewise.workbench.flash.planted import HOPPER
 
 SCRIPT = Path(__file__).with_name("compile_hopper_planted.py")
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 
-from tilewise import _warmup_worker, registry
+from tilewise import _warmup_worker, workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import backend, compiling, program, register, start, template
 from tilewise.ops._host.launch import Launch
@@ -40,7 +40,7 @@ def step(operator, case):
     """As a user's, on tensors without data."""
     found, tensors = leaves(operator, case)
     wanted = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
-    results = registry.find(operator).load("function")(**found.problem.arguments(tensors), **found.problem.options())
+    results = workbench.find(operator).load("function")(**found.problem.arguments(tensors), **found.problem.options())
     output = results[0] if isinstance(results, tuple) else results
     torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
 
@@ -120,7 +120,7 @@ def of_slots(operator):
         mock.patch.object(register, "_is_plain", return_value=True),
     ):
         try:
-            registry.find(operator).load("function")(**case.problem.arguments(tensors), **case.problem.options())
+            workbench.find(operator).load("function")(**case.problem.arguments(tensors), **case.problem.options())
         except InterruptedError:
             return found[0]
     raise AssertionError("no problem was remembered")

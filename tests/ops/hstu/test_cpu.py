@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from tilewise import hstu_attention, registry
+from tilewise import hstu_attention, workbench
 from tilewise.ops.hstu import cpu
-from tilewise.verify.cases.hstu import CASES
 from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH
 from tilewise.verify.text import result_lines
+from tilewise.workbench.hstu.cases import CASES
 
 OFFSETS = torch.tensor([0, 40, 40, 110, 111])
 MASKS = {
@@ -50,7 +50,7 @@ def assert_same(actual, expected):
 
 def check(case, dtype):
     implementation = Implementation("cpu", "cpu")
-    result = Runner(registry.find("hstu"), partial(hstu_attention, backend="cpu")).run(
+    result = Runner(workbench.find("hstu"), partial(hstu_attention, backend="cpu")).run(
         Check("hstu", implementation, case, dtype)
     )
     assert result.passed, "\n".join(result_lines(result, verbose=False))

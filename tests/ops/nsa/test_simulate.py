@@ -9,7 +9,7 @@ from tilewise.ops.flash import simulate as flash
 from tilewise.ops.nsa import index, selected, simulate
 from tilewise.ops.nsa.reference import compressed_attention, selected_attention
 from tilewise.ops.nsa.simulate import Incoming, Tiling, compressed_options
-from tilewise.verify.cases.nsa_base import block_pattern
+from tilewise.workbench.nsa.base import block_pattern
 
 # Tokens, query heads a key head, rows a tile, keys a block, blocks named, pattern, scale.
 PROBLEMS = {

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.cases import bsa_mutants
-from tilewise.verify.cases.bsa import GATE_ROUNDINGS
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.bsa import planted
+from tilewise.workbench.bsa.cases import GATE_ROUNDINGS
 
 LAYOUTS = ("plain", "cut")
 # The best block's score for a query of length 1, and how much better one block is than the next: far more than rounding
@@ -226,4 +226,4 @@ def draw(draw: Callable[[Any], Any]) -> HstuBsa:
     )
 
 
-SUITE = Suite(HstuBsa, CASES, growth=HstuBsa(lengths=(64,), H=2, block=32), draw=draw, mutants=bsa_mutants.HSTU_BSA)
+SUITE = Suite(HstuBsa, CASES, growth=HstuBsa(lengths=(64,), H=2, block=32), draw=draw, mutants=planted.HSTU_BSA)

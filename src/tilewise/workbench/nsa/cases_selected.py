@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.cases import nsa_mutants
-from tilewise.verify.cases.nsa_base import PATTERNS, Sequences, delta_cost, drawn_sequences, softmax_floor
 from tilewise.verify.problem import Fill, Tensors, transposed
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.nsa import planted
+from tilewise.workbench.nsa.base import PATTERNS, Sequences, delta_cost, drawn_sequences, softmax_floor
 
 
 @dataclass(frozen=True)
@@ -241,5 +241,5 @@ def draw(draw: Callable[[Any], Any]) -> NsaSelected:
 
 
 SUITE = Suite(
-    NsaSelected, CASES, growth=NsaSelected(T=256, H=1, block=64, count=2), draw=draw, mutants=nsa_mutants.SELECTED
+    NsaSelected, CASES, growth=NsaSelected(T=256, H=1, block=64, count=2), draw=draw, mutants=planted.SELECTED
 )

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.cases import bsa_mutants
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.bsa import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
 GATES = ("cmp", "slc", "swa")
@@ -293,4 +293,4 @@ def draw(draw: Callable[[Any], Any]) -> Bsa:
     )
 
 
-SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=bsa_mutants.BSA)
+SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=planted.BSA)

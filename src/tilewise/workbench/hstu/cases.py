@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.cases import hstu_mutants
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.hstu import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
 
@@ -269,4 +269,4 @@ def draw(draw: Callable[[Any], Any]) -> Hstu:
     )
 
 
-SUITE = Suite(Hstu, CASES, growth=Hstu(lengths=(256,), H=1), draw=draw, mutants=hstu_mutants.HSTU)
+SUITE = Suite(Hstu, CASES, growth=Hstu(lengths=(256,), H=1), draw=draw, mutants=planted.HSTU)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.cases import nsa_mutants
-from tilewise.verify.cases.nsa_base import Sequences, delta_cost, drawn_sequences, softmax_floor
 from tilewise.verify.problem import Fill, Tensors
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.nsa import planted
+from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sequences, softmax_floor
 
 
 @dataclass(frozen=True)
@@ -194,5 +194,5 @@ SUITE = Suite(
     CASES,
     growth=NsaCompressed(T=256, H=2, Hk=1, compress=32, stride=16),
     draw=draw,
-    mutants=nsa_mutants.COMPRESSED,
+    mutants=planted.COMPRESSED,
 )

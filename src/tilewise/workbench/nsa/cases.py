@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tilewise.verify.cases import nsa_mutants
-from tilewise.verify.cases.nsa_base import EPS, Sequences, drawn_sequences
-from tilewise.verify.cases.nsa_compressed import check_windows, window_count
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.problem import Fill, Tensors, cut
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.nsa import planted
+from tilewise.workbench.nsa.base import EPS, Sequences, drawn_sequences
+from tilewise.workbench.nsa.cases_compressed import check_windows, window_count
 
 GATES = ("cmp", "slc", "swa")
 
@@ -365,5 +365,5 @@ SUITE = Suite(
     CASES,
     growth=Nsa(T=256, H=1, block=64, count=3, gates="cmp+slc", **_PAPER),
     draw=draw,
-    mutants=nsa_mutants.WHOLE,
+    mutants=planted.WHOLE,
 )

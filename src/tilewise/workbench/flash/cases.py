@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from tilewise.verify.cases.flash_hopper_mutants import HOPPER
 from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
 from tilewise.verify.suite import Case, Mutant, Suite
+from tilewise.workbench.flash.planted import HOPPER
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
 

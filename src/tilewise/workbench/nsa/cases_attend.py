@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.cases import nsa_mutants
-from tilewise.verify.cases.nsa_base import EPS, LAYOUTS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
 from tilewise.verify.problem import Fill, Tensors, cut, transposed
 from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.nsa import planted
+from tilewise.workbench.nsa.base import EPS, LAYOUTS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
 
 MASKS = ("random", "all", "none")
 # What an index holds that the mask leaves out: nothing may read it.
@@ -346,5 +346,5 @@ SUITE = Suite(
     CASES,
     growth=NsaAttend(T=256, H=1, block=64, count=2, scaled=True),
     draw=draw,
-    mutants=nsa_mutants.ATTEND,
+    mutants=planted.ATTEND,
 )

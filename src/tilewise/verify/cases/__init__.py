@@ -1,1 +1,0 @@
-"""The cases of each operator, one file each."""

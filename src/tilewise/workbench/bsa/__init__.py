@@ -1,0 +1,18 @@
+"""Block-sparse attention for HSTU, for the workbench."""
+
+from tilewise.workbench.operator import Operator
+
+BSA = Operator(
+    name="bsa",
+    summary="block-sparse attention for HSTU: compressed, chosen and near keys, through SiLU and layer norm",
+    function="tilewise.ops.bsa.api:block_sparse_attn",
+    reference="tilewise.ops.bsa.reference:block_sparse_attn",
+    suite="tilewise.workbench.bsa.cases:SUITE",
+)
+HSTU_BSA = Operator(
+    name="hstu-bsa",
+    summary="the same as an HSTU layer calls it: packed sequences, gates by a model of the padded queries",
+    function="tilewise.ops.bsa.hstu_bsa:hstu_attention_with_bsa",
+    reference="tilewise.ops.bsa.reference:hstu_attention_with_bsa",
+    suite="tilewise.workbench.bsa.cases_hstu:SUITE",
+)

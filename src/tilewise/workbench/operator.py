@@ -1,0 +1,56 @@
+"""What the workbench knows of an operator: one declaration, whose parts are imported when they are asked for."""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.verify.suite import Suite
+
+
+class UsageError(Exception):
+    """What was asked for cannot be run; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """In place of a part that an operator does not have: why not, in words that fit behind a colon."""
+
+    why: str
+
+
+# What a message says where a part is missing.
+PARTS = {"suite": "are no cases"}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its public function and its reference, each as `module:name`, and its parts.
+
+    A part is an object, or `module:NAME` of one, or says why it is Missing. Bugs are planted as tilewise.ops is
+    imported: neither this declaration nor the suite may import it, other parts may.
+    """
+
+    name: str
+    summary: str
+    function: str
+    reference: str
+    # For verify: the problem, cases and planted bugs.
+    suite: "Suite | str | Missing"
+
+    def has(self, part: str) -> bool:
+        """Whether it has this part."""
+        return not isinstance(getattr(self, part), Missing)
+
+    def load(self, field: str) -> Any:
+        """The function, the reference or a part; a UsageError says why it is missing."""
+        value = getattr(self, field)
+        if isinstance(value, Missing):
+            raise UsageError(f"there {PARTS[field]} of {self.name!r}: {value.why}")
+        return load(value) if isinstance(value, str) else value
+
+
+def load(place: str) -> Any:
+    """What `module:name` names."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
