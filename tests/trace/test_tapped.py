@@ -8,8 +8,8 @@ from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Options
 from tilewise.ops.nsa.simulate import compressed_options
 from tilewise.trace import tapped
-from tilewise.trace.flash_forward import HEADS, Case
 from tilewise.trace.judge import first_divergence, judge
+from tilewise.workbench.flash.trace_forward import HEADS, Case
 
 pytestmark = pytest.mark.gpu
 

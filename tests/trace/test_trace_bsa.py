@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from tilewise import cli
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.options import Options
-from tilewise.trace import bsa_programs, command
-from tilewise.trace.bsa_programs import Case
+from tilewise.trace import command
+from tilewise.workbench.bsa import programs as bsa_programs
+from tilewise.workbench.bsa.programs import Case
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")

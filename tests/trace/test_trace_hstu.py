@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from tilewise import cli, interpreter
 from tilewise.ops.hstu.configs import Config
 from tilewise.ops.hstu.simulate import Options
-from tilewise.trace import command, hstu_programs
-from tilewise.trace.hstu_programs import HEADS, LEAD, Case
+from tilewise.trace import command
 from tilewise.trace.request import Request
+from tilewise.workbench.hstu import programs as hstu_programs
+from tilewise.workbench.hstu.programs import HEADS, LEAD, Case
 from tilewise.workbench.operator import UsageError
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.nsa import configs
-from tilewise.trace import command, nsa_programs
-from tilewise.trace.nsa_programs import Case, Numbers
+from tilewise.trace import command
+from tilewise.workbench.nsa import programs as nsa_programs
 from tilewise.workbench.nsa.base import block_pattern
+from tilewise.workbench.nsa.programs import Case, Numbers
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")

@@ -5,26 +5,25 @@ from dataclasses import replace
 
 import torch
 
+from tilewise import workbench
 from tilewise.ops._host.backend import interpreting
-from tilewise.trace import operators
 from tilewise.trace.block import only_rows, warp_rows
 from tilewise.trace.explain import explain
 from tilewise.trace.files import write_traces
 from tilewise.trace.judge import Row, first_divergence, judge
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced, split_step
 from tilewise.trace.tiles import option
 from tilewise.trace.values import MissingNameError, Values
 from tilewise.verify.run import DTYPES
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.operator import Tracing, UsageError
 
 
 def run_trace(request: Request) -> tuple[list[str], bool]:
     """Lines to print, and whether nothing parts. A UsageError says what is wrong with the request."""
-    operator = operators.find(request.operator)
-    _check(request, operator)
+    tracing: Tracing = workbench.find(request.operator, "trace").load("trace")
+    _check(request, tracing)
     try:
-        traces, about = operator.trace(request)
+        traces, about = tracing.trace(request)
     except MissingNameError as error:
         raise UsageError(str(error)) from None
     pairs: dict[str, tuple[Values, Values]] = {}
@@ -52,9 +51,9 @@ def run_trace(request: Request) -> tuple[list[str], bool]:
     return [*lines, f"written: {', '.join(map(str, written))}"], agrees
 
 
-def _check(request: Request, operator: Operator) -> None:
+def _check(request: Request, tracing: Tracing) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(request)}
-    for name in operator.refuses:
+    for name in tracing.refuses:
         if getattr(request, name) != defaults[name]:
             raise UsageError(f"{option(name)} means nothing to {request.operator}: leave it out")
     if request.direction not in ("forward", "backward"):
@@ -65,7 +64,7 @@ def _check(request: Request, operator: Operator) -> None:
         raise UsageError(f"there is no dtype {request.dtype!r}: expected one of {', '.join(DTYPES)}")
     if request.direction == "backward" and (request.impl or request.against):
         raise UsageError("--impl and --against trace forward kernels: leave out --direction backward")
-    if not interpreting() and not operator.taps:
+    if not interpreting() and not tracing.taps:
         raise UsageError(
             f"the kernels of {request.operator} have no taps, so they are traced in Triton's interpreter alone: set"
             " TRITON_INTERPRET=1"

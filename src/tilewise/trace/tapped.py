@@ -7,10 +7,10 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import launch, simulate
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Tiling
-from tilewise.trace.flash_backward import Backward, stored
-from tilewise.trace.flash_forward import FORWARD_ORDER, HEADS, Case, crop
 from tilewise.trace.request import Traced, arrays
 from tilewise.trace.values import Values
+from tilewise.workbench.flash.trace_backward import Backward, stored
+from tilewise.workbench.flash.trace_forward import FORWARD_ORDER, HEADS, Case, crop
 
 # What each slot holds; `t` marks tiles that the kernel keeps transposed.
 FORWARD = ("Q", "K", "S_pre_scaling", "M", "L", "P", "V", "O_scale", "O")

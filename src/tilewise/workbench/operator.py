@@ -1,10 +1,12 @@
 """What the workbench knows of an operator: one declaration, whose parts are imported when they are asked for."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise.trace.request import Request, Traced
     from tilewise.verify.suite import Suite
 
 
@@ -19,8 +21,21 @@ class Missing:
     why: str
 
 
+@dataclass(frozen=True)
+class Tracing:
+    """How an operator is traced: `trace` gives its programs, and in words what they work on.
+
+    `refuses` are the fields of a request that mean nothing to it; without `taps` its kernels can be traced interpreted
+    alone.
+    """
+
+    trace: "Callable[[Request], tuple[list[Traced], dict[str, str]]]"
+    refuses: tuple[str, ...] = ()
+    taps: bool = True
+
+
 # What a message says where a part is missing.
-PARTS = {"suite": "are no cases"}
+PARTS = {"suite": "are no cases", "trace": "is no trace"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Operator:
     reference: str
     # For verify: the problem, cases and planted bugs.
     suite: "Suite | str | Missing"
+    trace: Tracing | str | Missing
 
     def has(self, part: str) -> bool:
         """Whether it has this part."""

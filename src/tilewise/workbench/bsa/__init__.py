@@ -1,6 +1,6 @@
 """Block-sparse attention for HSTU, for the workbench."""
 
-from tilewise.workbench.operator import Operator
+from tilewise.workbench.operator import Missing, Operator
 
 BSA = Operator(
     name="bsa",
@@ -8,6 +8,7 @@ BSA = Operator(
     function="tilewise.ops.bsa.api:block_sparse_attn",
     reference="tilewise.ops.bsa.reference:block_sparse_attn",
     suite="tilewise.workbench.bsa.cases:SUITE",
+    trace="tilewise.workbench.bsa.trace:TRACE",
 )
 HSTU_BSA = Operator(
     name="hstu-bsa",
@@ -15,4 +16,5 @@ HSTU_BSA = Operator(
     function="tilewise.ops.bsa.hstu_bsa:hstu_attention_with_bsa",
     reference="tilewise.ops.bsa.reference:hstu_attention_with_bsa",
     suite="tilewise.workbench.bsa.cases_hstu:SUITE",
+    trace=Missing("it launches the kernels of bsa: trace that"),
 )

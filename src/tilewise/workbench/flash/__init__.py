@@ -8,4 +8,5 @@ FLASH = Operator(
     function="tilewise.ops.flash.api:flash_attention",
     reference="tilewise.ops.flash.reference:flash_attention",
     suite="tilewise.workbench.flash.cases:SUITE",
+    trace="tilewise.workbench.flash.trace:TRACE",
 )

@@ -8,4 +8,5 @@ HSTU = Operator(
     function="tilewise.ops.hstu.api:hstu_attention",
     reference="tilewise.ops.hstu.reference:hstu_attention",
     suite="tilewise.workbench.hstu.cases:SUITE",
+    trace="tilewise.workbench.hstu.trace:TRACE",
 )

@@ -1,6 +1,6 @@
 """Native sparse attention and its branches, for the workbench."""
 
-from tilewise.workbench.operator import Operator
+from tilewise.workbench.operator import Missing, Operator
 
 NSA = Operator(
     name="nsa",
@@ -8,6 +8,7 @@ NSA = Operator(
     function="tilewise.ops.nsa.api:native_sparse_attention",
     reference="tilewise.ops.nsa.reference:native_sparse_attention",
     suite="tilewise.workbench.nsa.cases:SUITE",
+    trace=Missing("its branches are traced one at a time: trace nsa-compressed or nsa-selected"),
 )
 COMPRESSED = Operator(
     name="nsa-compressed",
@@ -15,6 +16,7 @@ COMPRESSED = Operator(
     function="tilewise.ops.nsa.api:compressed_attention",
     reference="tilewise.ops.nsa.reference:compressed_attention",
     suite="tilewise.workbench.nsa.cases_compressed:SUITE",
+    trace="tilewise.workbench.nsa.trace_compressed:TRACE",
 )
 SELECTED = Operator(
     name="nsa-selected",
@@ -22,6 +24,7 @@ SELECTED = Operator(
     function="tilewise.ops.nsa.api:selected_attention",
     reference="tilewise.ops.nsa.reference:selected_attention",
     suite="tilewise.workbench.nsa.cases_selected:SUITE",
+    trace="tilewise.workbench.nsa.trace_selected:TRACE",
 )
 ATTEND = Operator(
     name="nsa-attend",
@@ -29,4 +32,5 @@ ATTEND = Operator(
     function="tilewise.ops.nsa.attend:native_sparse_attend",
     reference="tilewise.ops.nsa.reference:native_sparse_attend",
     suite="tilewise.workbench.nsa.cases_attend:SUITE",
+    trace=Missing("it launches the kernels of nsa-selected: trace that"),
 )

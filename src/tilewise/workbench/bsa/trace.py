@@ -5,12 +5,11 @@ from tilewise.ops.bsa.options import Options
 from tilewise.ops.nsa.configs import parts_of_block
 from tilewise.ops.nsa.selected import SUMMED_ROWS
 from tilewise.sanity import bsa as bsa_tiles
-from tilewise.trace.bsa_programs import Case, trace_backward, trace_forward
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.bsa.programs import Case, trace_backward, trace_forward
+from tilewise.workbench.operator import Tracing, UsageError
 
 # Two choices, each for two heads; channels, and blocks that a token chooses.
 HEADS, CHANNELS, COUNT = 4, 64, 3
@@ -68,4 +67,4 @@ def _case(request: Request) -> Case:
     return Case(q, k, v, u, (g_cmp, g_slc), Options(COUNT, block_size, 0, CHANNELS**-0.5, interleave=True), block_m)
 
 
-OPERATOR = Operator(trace, refuses=("order", "causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)
+TRACE = Tracing(trace, refuses=("order", "causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)

@@ -5,12 +5,11 @@ from tilewise.ops._host.backend import interpreting
 from tilewise.ops.hstu.configs import Config
 from tilewise.ops.hstu.simulate import Options
 from tilewise.sanity import hstu as hstu_tiles
-from tilewise.trace.hstu_programs import CHANNELS, HEADS, LEAD, Case, trace_backward, trace_forward
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.hstu.programs import CHANNELS, HEADS, LEAD, Case, trace_backward, trace_forward
+from tilewise.workbench.operator import Tracing, UsageError
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
@@ -69,4 +68,4 @@ def _mask_words(request: Request) -> str:
     )
 
 
-OPERATOR = Operator(trace, refuses=("order", "impl", "names", "against"))
+TRACE = Tracing(trace, refuses=("order", "impl", "names", "against"))

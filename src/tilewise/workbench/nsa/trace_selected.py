@@ -4,12 +4,11 @@ import torch
 
 from tilewise.ops.nsa import selected
 from tilewise.sanity import nsa_selected as selected_tiles
-from tilewise.trace.nsa_programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.nsa.programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
+from tilewise.workbench.operator import Tracing, UsageError
 
 # Key heads, query heads of each, channels, and blocks that a token names.
 KEY_HEADS, GROUP, CHANNELS, SLOTS = 2, 2, 64, 3
@@ -90,4 +89,4 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
     return Numbers(other, one) if order == "union" else Numbers(one, other)
 
 
-OPERATOR = Operator(trace, refuses=("causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)
+TRACE = Tracing(trace, refuses=("causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)

@@ -14,16 +14,15 @@ from tilewise.ops.flash.reference import flash_attention
 from tilewise.ops.flash.simulate import Options
 from tilewise.sanity import flash as flash_tiles
 from tilewise.trace import tapped
-from tilewise.trace.flash_backward import trace_backward
-from tilewise.trace.flash_forward import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_forward
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.trace.values import Values
 from tilewise.verify.fill import make_fill
 from tilewise.verify.implementation import load_function
 from tilewise.verify.result import Implementation
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.flash.trace_backward import trace_backward
+from tilewise.workbench.flash.trace_forward import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_forward
+from tilewise.workbench.operator import Tracing, UsageError
 
 # Output and LSE of q, k and v; what else it is called with is bound.
 Reference = partial[tuple[torch.Tensor, torch.Tensor]]
@@ -140,4 +139,4 @@ def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -
     }
 
 
-OPERATOR = Operator(trace, refuses=("order", *HSTU_MASK))
+TRACE = Tracing(trace, refuses=("order", *HSTU_MASK))

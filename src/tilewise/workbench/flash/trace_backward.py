@@ -7,10 +7,10 @@ import torch
 
 from tilewise.ops.flash import configs, launch, simulate
 from tilewise.ops.flash.simulate import Tiling
-from tilewise.trace.flash_forward import HEADS, Case, find_rows
 from tilewise.trace.record import record
 from tilewise.trace.request import Traced, arrays, split_step
 from tilewise.trace.values import Lines, Naming, Values, named_values
+from tilewise.workbench.flash.trace_forward import HEADS, Case, find_rows
 
 DQ = Naming(
     anchor="S",

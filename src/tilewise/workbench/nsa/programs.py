@@ -25,7 +25,10 @@ from tilewise.trace.beside import (
     recorded,
     row_place,
 )
-from tilewise.trace.nsa_variables import (
+from tilewise.trace.record import Recording, record
+from tilewise.trace.request import Traced
+from tilewise.trace.values import Values
+from tilewise.workbench.nsa.variables import (
     BACKWARD_LISTS,
     BACKWARD_UNION,
     FORWARD_LISTS,
@@ -34,9 +37,6 @@ from tilewise.trace.nsa_variables import (
     MERGE,
     SUM,
 )
-from tilewise.trace.record import Recording, record
-from tilewise.trace.request import Traced
-from tilewise.trace.values import Values
 
 # Values with one row a key, not one a query.
 BY_KEY = ("K", "V", "dK", "dV")

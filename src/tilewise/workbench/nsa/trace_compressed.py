@@ -7,10 +7,10 @@ from functools import partial
 from tilewise.ops.nsa.reference import compressed_attention
 from tilewise.ops.nsa.simulate import compressed_options
 from tilewise.ops.nsa.sizes import window_count
-from tilewise.trace.flash import filled, programs, tile_words, tiles
-from tilewise.trace.flash_forward import CHANNELS, Case
-from tilewise.trace.operators import Operator
 from tilewise.trace.request import HSTU_MASK, Request, Traced
+from tilewise.workbench.flash.trace import filled, programs, tile_words, tiles
+from tilewise.workbench.flash.trace_forward import CHANNELS, Case
+from tilewise.workbench.operator import Tracing
 
 # Windows of so many tokens, one each so many: short, so that few tokens have several tiles of them.
 SIZE, STRIDE = 8, 4
@@ -32,4 +32,4 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     ), about
 
 
-OPERATOR = Operator(trace, refuses=("order", "causal", *HSTU_MASK))
+TRACE = Tracing(trace, refuses=("order", "causal", *HSTU_MASK))
