@@ -19,7 +19,6 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from tilewise import workbench
-from tilewise.bench import operators as benchmarks
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import compiling, start
 from tilewise.ops._host.launching import Launch, capture
@@ -32,10 +31,11 @@ def cases(operator: str, shapes: Sequence[str]) -> list[Case]:
     """Those asked for, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes
     where it has none.
     """
-    suite: Suite = workbench.find(operator).load("suite")
+    found = workbench.find(operator)
+    suite: Suite = found.load("suite")
+    standard: tuple[Case, ...] = found.load("bench").gpu_cases if found.has("bench") else ()
+    named = {case.name: case for case in standard}
     try:
-        standard = benchmarks.find(operator).gpu_cases if operator in benchmarks.MODULES else ()
-        named = {case.name: case for case in standard}
         if shapes:
             return [named.get(shape) or suite.find(shape) for shape in shapes]
     except ValueError as error:

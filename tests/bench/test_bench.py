@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import cli, workbench
-from tilewise.bench import ceiling, operators
+from tilewise.bench import ceiling
 from tilewise.bench.baseline import Call, CannotRunError, floating_leaves
 from tilewise.bench.ceiling import Ceiling
 from tilewise.bench.contender import OURS, Contender, contenders, own_implementation
@@ -21,6 +21,7 @@ from tilewise.bench.verified import verify_case
 from tilewise.verify.fill import make_fill
 from tilewise.verify.result import Implementation, Result
 from tilewise.verify.suite import Case
+from tilewise.workbench.operator import Benchmark
 
 jsonschema = pytest.importorskip("jsonschema")
 runner = CliRunner()
@@ -54,7 +55,7 @@ def invoke(*words):
 
 
 def bench(name, *further, modes=("fwd", "bwd"), asked=()):
-    operator, timed = workbench.find(name), operators.find(name)
+    operator, timed = workbench.find(name), workbench.find(name).load("bench")
     own = own_implementation(operator)
     everyone = [*contenders(operator, timed, [], asked, torch.float32, own), *further]
     device = torch.device(own.device)
@@ -67,7 +68,7 @@ def rows(one, text, verified=None):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", operators.MODULES)
+@pytest.mark.parametrize("name", workbench.names("bench"))
 def test_every_operator_and_baseline_is_timed(name):
     found = rows(bench(name, modes=("fwd", "bwd", "fwd+bwd")), SMALL[name])
     assert {row.implementation for row in found.values()} >= {"tilewise", "torch"}
@@ -85,9 +86,9 @@ def test_every_operator_and_baseline_is_timed(name):
     assert found["fwd+bwd", "tilewise"].peak_allocated > 0
 
 
-@pytest.mark.parametrize("name", operators.MODULES)
+@pytest.mark.parametrize("name", workbench.names("bench"))
 def test_the_standard_cases_are_problems_of_the_operator(name):
-    operator, timed = workbench.find(name), operators.find(name)
+    operator, timed = workbench.find(name), workbench.find(name).load("bench")
     for cases in (timed.gpu_cases, timed.cpu_cases):
         assert len({case.name for case in cases}) == len(cases) >= 2
         for case in cases:
@@ -142,7 +143,7 @@ def test_who_cannot_run_is_reported_with_the_reason():
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_case_that_does_not_run_is_reported():
     one = bench("flash", asked=["torch"])
-    one.bench = operators.Operator((), (), lambda *_: 1 // 0, ())
+    one.bench = Benchmark((), (), lambda *_: 1 // 0, ())
     wrong = Verified("T=8", True, False, "wrong values", "tilewise verify")
     found = rows(one, "T=8", {"torch": wrong})
     assert (
@@ -190,7 +191,7 @@ def test_who_fails_while_being_timed_ends_nothing():
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_choice_in_lower_precision_is_no_other_computation():
     """Plain torch in bf16 chooses other blocks here and there."""
-    operator, timed = workbench.find("nsa"), operators.find("nsa")
+    operator, timed = workbench.find("nsa"), workbench.find("nsa").load("bench")
     own = own_implementation(operator)
     everyone = contenders(operator, timed, [], ["torch"], torch.bfloat16, own)
     one = Bench(
@@ -212,10 +213,10 @@ def test_compiled_functions_are_compiled_anew_for_every_case(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", operators.MODULES)
+@pytest.mark.parametrize("name", workbench.names("bench"))
 def test_what_is_verified_for_a_long_case_is_no_trifle(name):
     """Of every standard case: several sequences stay several, and more blocks stay than are chosen."""
-    timed, seen = operators.find(name), []
+    timed, seen = workbench.find(name).load("bench"), []
 
     def run(check):
         seen.append(workbench.find(name).load("suite").find(check.case).problem)
@@ -270,7 +271,7 @@ def test_what_needs_a_gpu_says_so():
 def test_flex_attention_computes_the_same(text):
     """Compiled, which takes its time; on a CPU it has no backward, and wants none asked for."""
     from tilewise.bench.dense import flex
-    from tilewise.bench.flash import describe
+    from tilewise.workbench.flash.bench import describe
 
     operator = workbench.find("flash")
     problem = operator.load("suite").find(text).problem
@@ -293,7 +294,7 @@ def test_flex_attention_computes_the_same(text):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nsa-attend"], "there is no benchmark of 'nsa-attend': expected one of flash"),
+        (["nsa-attend"], "there is no benchmark of 'nsa-attend': it launches the kernels of nsa-selected"),
         (["flush"], "there is no operator 'flush'"),
         (["flash", "--baseline", "fa9"], "flash has no baseline 'fa9': expected some of cudnn, fa2, sdpa, flex, torch"),
         (["flash", "--mode", "sideways"], "--mode sideways: expected some of fwd,bwd,fwd+bwd"),
@@ -419,7 +420,7 @@ def test_a_baseline_of_an_operator_can_be_asked_for_by_name():
 def test_a_function_called_as_a_baseline_is_keeps_its_whole_name(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def sdpa(q, k, v): pass\ndef fast(q, k, v): pass\ndef tilewise(q, k, v): pass\n")
-    operator, timed = workbench.find("flash"), operators.find("flash")
+    operator, timed = workbench.find("flash"), workbench.find("flash").load("bench")
     specs = [f"{path}:{name}" for name in ("sdpa", "fast", "tilewise")]
     everyone = contenders(operator, timed, specs, [], torch.float32, own_implementation(operator))
     assert [one.name for one in everyone][:4] == [specs[0], "fast", specs[2], OURS]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tilewise.bench import operators
+from tilewise import workbench
 from tilewise.bench.pairs import ended_windows, in_blocks, in_window
 from tilewise.ops.nsa import reference as nsa
 from tilewise.verify.fill import make_fill
@@ -19,12 +19,11 @@ from tilewise.workbench.nsa.cases_selected import NsaSelected
 
 def count(name, problem):
     """As a run counts it, on the reference's outputs."""
-    from tilewise import workbench
     from tilewise.verify.evaluate import evaluate
 
     tensors = problem.tensors(make_fill("random", 0))
     outputs = evaluate(problem, workbench.find(name).load("reference"), tensors, torch.float64, None)
-    return operators.find(name).pairs(problem, tensors, outputs), tensors, outputs
+    return workbench.find(name).load("bench").pairs(problem, tensors, outputs), tensors, outputs
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 9), (9, 5), (1, 1), (0, 4), (4, 0)])

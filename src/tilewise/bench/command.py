@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import doctor, workbench
-from tilewise.bench import ceiling, operators
+from tilewise.bench import ceiling
 from tilewise.bench.compare import changes, check_same, load, other_device, parse_tolerance
 from tilewise.bench.contender import contenders, own_implementation
 from tilewise.bench.json_report import as_json
@@ -24,7 +24,7 @@ from tilewise.bench.verified import verify_case
 from tilewise.environment import environment
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
-from tilewise.workbench.operator import Operator, UsageError
+from tilewise.workbench.operator import Benchmark, Operator, UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -58,7 +58,8 @@ def run_request(request: Request, console: Console) -> bool:
     """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the
     run compared with.
     """
-    operator, timed = workbench.find(request.operator), operators.find(request.operator)
+    operator = workbench.find(request.operator, "bench")
+    timed: Benchmark = operator.load("bench")
     own = own_implementation(operator)
     dtype, device = request.dtype or ("bf16" if own.device == "cuda" else "fp32"), torch.device(own.device)
     _check(request, dtype)
@@ -112,7 +113,7 @@ def run_request(request: Request, console: Console) -> bool:
     return report.complete and bool(compared) and not any(change.regressed(tolerance) for change in compared)
 
 
-def find_cases(operator: Operator, timed: operators.Benchmark, request: Request, device: str) -> list[Case]:
+def find_cases(operator: Operator, timed: Benchmark, request: Request, device: str) -> list[Case]:
     """Those asked for: by the benchmark's names, by verify's, or written out; by default the standard set of this kind
     of device.
     """
@@ -129,7 +130,7 @@ def find_cases(operator: Operator, timed: operators.Benchmark, request: Request,
 
 def list_cases(name: str, console: Console) -> None:
     """What can be asked for by name: cases and baselines."""
-    timed = operators.find(name)
+    timed: Benchmark = workbench.find(name, "bench").load("bench")
     for device, cases in (("GPU", timed.gpu_cases), ("CPU", timed.cpu_cases)):
         for case in cases:
             console.print(f"{device}  {case.name:<20} {case.about}  [dim]{case.problem}[/]", highlight=False)

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.bench.baseline import Baseline, Call, floating_leaves
-from tilewise.bench.operators import Benchmark
 from tilewise.verify.evaluate import flat_outputs
 from tilewise.verify.implementation import load_function
 from tilewise.verify.plan import implementations
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.result import Implementation
-from tilewise.workbench.operator import Operator, UsageError
+from tilewise.workbench.operator import Benchmark, Operator, UsageError
 
 OURS = "tilewise"
 PLAIN = "torch"

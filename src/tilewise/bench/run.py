@@ -12,7 +12,6 @@ import torch
 
 from tilewise.bench.baseline import Call, CannotRunError
 from tilewise.bench.contender import OURS, Contender
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.result import Row, Verified
 from tilewise.bench.timing import TURNS, Clock, Times, in_turns, runs_that_fit, summarise
 from tilewise.bench.verified import written
@@ -21,7 +20,7 @@ from tilewise.verify.evaluate import evaluate
 from tilewise.verify.memory import peak_memory
 from tilewise.verify.problem import Problem, Tensors, place
 from tilewise.verify.suite import Case
-from tilewise.workbench.operator import Operator
+from tilewise.workbench.operator import Benchmark, Operator
 
 # Inputs of fewer bytes than this are made twice and taken in rotation.
 ROTATED_BYTES = 256 << 20

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise.bench.baseline import Baseline
     from tilewise.trace.request import Request, Traced
-    from tilewise.verify.suite import Suite
+    from tilewise.verify.problem import Problem, Tensors
+    from tilewise.verify.suite import Case, Suite
 
 
 class UsageError(Exception):
@@ -34,8 +36,27 @@ class Tracing:
     taps: bool = True
 
 
+@dataclass(frozen=True)
+class Benchmark:
+    """How an operator is timed.
+
+    `gpu_cases` and `cpu_cases` are the standard set of each kind of machine. `pairs` counts, from inputs and outputs by
+    name, the pairs of a query and a key, over all heads, that the definition multiplies: a score of D channels and a
+    sum of Dv.
+    """
+
+    gpu_cases: "tuple[Case, ...]"
+    cpu_cases: "tuple[Case, ...]"
+    pairs: "Callable[[Problem, Tensors, Tensors], int]"
+    baselines: "tuple[Baseline, ...]"
+
+    def cases(self, device: str) -> "tuple[Case, ...]":
+        """The standard set."""
+        return self.gpu_cases if device == "cuda" else self.cpu_cases
+
+
 # What a message says where a part is missing.
-PARTS = {"suite": "are no cases", "trace": "is no trace"}
+PARTS = {"suite": "are no cases", "trace": "is no trace", "bench": "is no benchmark"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class Operator:
     # For verify: the problem, cases and planted bugs.
     suite: "Suite | str | Missing"
     trace: Tracing | str | Missing
+    bench: Benchmark | str | Missing
 
     def has(self, part: str) -> bool:
         """Whether it has this part."""

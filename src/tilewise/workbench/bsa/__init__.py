@@ -9,6 +9,7 @@ BSA = Operator(
     reference="tilewise.ops.bsa.reference:block_sparse_attn",
     suite="tilewise.workbench.bsa.cases:SUITE",
     trace="tilewise.workbench.bsa.trace:TRACE",
+    bench="tilewise.workbench.bsa.bench:BENCHMARK",
 )
 HSTU_BSA = Operator(
     name="hstu-bsa",
@@ -17,4 +18,5 @@ HSTU_BSA = Operator(
     reference="tilewise.ops.bsa.reference:hstu_attention_with_bsa",
     suite="tilewise.workbench.bsa.cases_hstu:SUITE",
     trace=Missing("it launches the kernels of bsa: trace that"),
+    bench=Missing("it is bsa and a model of gates, which is the caller's: bench bsa"),
 )

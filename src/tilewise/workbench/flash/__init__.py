@@ -9,4 +9,5 @@ FLASH = Operator(
     reference="tilewise.ops.flash.reference:flash_attention",
     suite="tilewise.workbench.flash.cases:SUITE",
     trace="tilewise.workbench.flash.trace:TRACE",
+    bench="tilewise.workbench.flash.bench:BENCHMARK",
 )

@@ -9,4 +9,5 @@ HSTU = Operator(
     reference="tilewise.ops.hstu.reference:hstu_attention",
     suite="tilewise.workbench.hstu.cases:SUITE",
     trace="tilewise.workbench.hstu.trace:TRACE",
+    bench="tilewise.workbench.hstu.bench:BENCHMARK",
 )

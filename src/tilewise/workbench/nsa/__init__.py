@@ -9,6 +9,7 @@ NSA = Operator(
     reference="tilewise.ops.nsa.reference:native_sparse_attention",
     suite="tilewise.workbench.nsa.cases:SUITE",
     trace=Missing("its branches are traced one at a time: trace nsa-compressed or nsa-selected"),
+    bench="tilewise.workbench.nsa.bench:BENCHMARK",
 )
 COMPRESSED = Operator(
     name="nsa-compressed",
@@ -17,6 +18,7 @@ COMPRESSED = Operator(
     reference="tilewise.ops.nsa.reference:compressed_attention",
     suite="tilewise.workbench.nsa.cases_compressed:SUITE",
     trace="tilewise.workbench.nsa.trace_compressed:TRACE",
+    bench="tilewise.workbench.nsa.bench_compressed:BENCHMARK",
 )
 SELECTED = Operator(
     name="nsa-selected",
@@ -25,6 +27,7 @@ SELECTED = Operator(
     reference="tilewise.ops.nsa.reference:selected_attention",
     suite="tilewise.workbench.nsa.cases_selected:SUITE",
     trace="tilewise.workbench.nsa.trace_selected:TRACE",
+    bench="tilewise.workbench.nsa.bench_selected:BENCHMARK",
 )
 ATTEND = Operator(
     name="nsa-attend",
@@ -33,4 +36,5 @@ ATTEND = Operator(
     reference="tilewise.ops.nsa.reference:native_sparse_attend",
     suite="tilewise.workbench.nsa.cases_attend:SUITE",
     trace=Missing("it launches the kernels of nsa-selected: trace that"),
+    bench=Missing("it launches the kernels of nsa-selected: bench that"),
 )

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from tilewise.bench.dense import Dense, baselines
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.pairs import ended_windows, in_blocks, in_window
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.nsa.base import Sequences
 from tilewise.workbench.nsa.cases import Nsa
+from tilewise.workbench.operator import Benchmark
 
 
 def describe(problem: Problem) -> Dense:
@@ -70,7 +70,7 @@ GPU: dict[str, Any] = {
     "window": 512,
 }
 CPU: dict[str, Any] = {"H": 8, "Hk": 2, "D": 64, "compress": 32, "stride": 16, "block": 32, "count": 8, "window": 128}
-OPERATOR = Benchmark(
+BENCHMARK = Benchmark(
     tuple(_case(tokens, **GPU) for tokens in (4096, 8192, 16384, 32768, 65536)),
     tuple(_case(tokens, **CPU) for tokens in (512, 1024, 2048)),
     pairs,

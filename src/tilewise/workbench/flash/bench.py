@@ -3,11 +3,11 @@
 from typing import Any
 
 from tilewise.bench.dense import Dense, baselines
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.pairs import window_pairs
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.flash.cases import Flash
+from tilewise.workbench.operator import Benchmark
 
 TOKENS = 16384
 
@@ -59,4 +59,4 @@ CPU_CASES = tuple(
     for tokens in (256, 1024, 4096)
 )
 
-OPERATOR = Benchmark(GPU_CASES, CPU_CASES, pairs, baselines(describe, dense=False))
+BENCHMARK = Benchmark(GPU_CASES, CPU_CASES, pairs, baselines(describe, dense=False))

@@ -5,12 +5,12 @@ Nothing that torch offers computes it, so that plain torch stands beside it alon
 
 from typing import Any
 
-from tilewise.bench.nsa import CPU, GPU, batch
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.pairs import ended_windows
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
+from tilewise.workbench.nsa.bench import CPU, GPU, batch
 from tilewise.workbench.nsa.cases_compressed import NsaCompressed
+from tilewise.workbench.operator import Benchmark
 
 
 def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
@@ -28,4 +28,4 @@ def _cases(sizes: dict[str, Any], lengths: tuple[int, ...]) -> tuple[Case, ...]:
     return tuple(Case(f"tokens-{tokens}", f"T {tokens}", NsaCompressed(T=tokens, **wanted)) for tokens in lengths)
 
 
-OPERATOR = Benchmark(_cases(GPU, (4096, 16384, 65536)), _cases(CPU, (512, 2048)), pairs, ())
+BENCHMARK = Benchmark(_cases(GPU, (4096, 16384, 65536)), _cases(CPU, (512, 2048)), pairs, ())

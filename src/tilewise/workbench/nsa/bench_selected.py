@@ -3,12 +3,12 @@
 from typing import Any
 
 from tilewise.bench.dense import baselines
-from tilewise.bench.nsa import describe, positions
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.pairs import in_blocks
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
+from tilewise.workbench.nsa.bench import describe, positions
 from tilewise.workbench.nsa.cases_selected import NsaSelected
+from tilewise.workbench.operator import Benchmark
 
 
 def pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
@@ -31,7 +31,7 @@ def _cases(lengths: tuple[int, ...], patterns: tuple[str, ...], **sizes: Any) ->
     )
 
 
-OPERATOR = Benchmark(
+BENCHMARK = Benchmark(
     (
         *_cases((8192, 16384, 32768), ("random", "smooth"), H=64, Hk=4, D=128, block=64, count=16),
         *_cases((8192, 16384, 32768), ("random", "smooth"), H=16, Hk=4, D=128, block=64, count=16),

@@ -5,10 +5,10 @@ import itertools
 import torch
 
 from tilewise.bench.baseline import Baseline, Call, CannotRunError, as_leaf
-from tilewise.bench.operators import Benchmark
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.hstu.cases import Hstu
+from tilewise.workbench.operator import Benchmark
 
 
 def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
@@ -71,7 +71,7 @@ def _cases() -> tuple[Case, ...]:
     )
 
 
-OPERATOR = Benchmark(
+BENCHMARK = Benchmark(
     _cases(),
     tuple(
         Case(f"{b}x{n}-{d}", f"B {b}, N {n}, D {d}, Dv {dv}", Hstu(lengths=(n,) * b, H=h, D=d, Dv=dv))

@@ -4,12 +4,12 @@ import torch
 
 import tilewise
 from tilewise.bench.baseline import Baseline, Call, floating_leaves
-from tilewise.bench.hstu import LONG, SHORT
-from tilewise.bench.operators import Benchmark
 from tilewise.bench.pairs import in_blocks, in_window
 from tilewise.verify.problem import Problem, Tensors, cumulative
 from tilewise.verify.suite import Case
 from tilewise.workbench.bsa.cases import Bsa
+from tilewise.workbench.hstu.bench import LONG, SHORT
+from tilewise.workbench.operator import Benchmark
 
 
 def pairs(problem: Problem, _tensors: Tensors, outputs: Tensors) -> int:
@@ -52,7 +52,7 @@ def _cases(shapes: tuple[tuple[int, int, int, int, int], ...]) -> tuple[Case, ..
     )
 
 
-OPERATOR = Benchmark(
+BENCHMARK = Benchmark(
     _cases((*SHORT, *LONG)),
     _cases(SHORT[:4]),
     pairs,
