@@ -143,7 +143,7 @@ def trace(
     program: Annotated[int, typer.Option(help="Which program of the kernel's grid.")] = 0,
     warp: Annotated[int | None, typer.Option(help="Only the rows of the query tile that this warp owns.")] = None,
     warps: Annotated[int, typer.Option(help="Warps that share the query tile.")] = 4,
-    head: Annotated[int, typer.Option(help="Which query head (nsa-selected: which key head).")] = 0,
+    head: Annotated[int, typer.Option(help="Which query head (nsa-selected: which KV head).")] = 0,
     direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
     order: Annotated[str | None, typer.Option(help="nsa-selected's loop order: lists (the default) or union.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
@@ -169,9 +169,7 @@ def trace(
         Path | None, typer.Option(metavar="FILE", help="Write a page with heat maps of every value.")
     ] = None,
 ) -> None:
-    """See where inside a kernel it goes wrong: its values tile by tile beside a simulation, and the first place where
-    they part.
-    """
+    """See where inside a kernel it goes wrong: its values tile by tile against a simulation, and the first mismatch."""
     from tilewise.trace.command import run_trace
     from tilewise.trace.request import Request
 
@@ -253,7 +251,7 @@ def bench(
     ],
     impl: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE.py:FUNCTION", help="Time this function beside ours; may be repeated."),
+        typer.Option(metavar="FILE.py:FUNCTION", help="Time this function next to ours; may be repeated."),
     ] = None,
     baseline: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only these baselines; may be repeated.")
@@ -288,7 +286,7 @@ def bench(
     no_save: Annotated[bool, typer.Option("--no-save", help="Save nothing, unless --json names a file.")] = False,
     list_names: Annotated[bool, typer.Option("--list", help="List cases and baselines.")] = False,
 ) -> None:
-    """Time an operator beside what a user would pick instead.
+    """Time an operator against what a user would pick instead.
 
     Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage.
     """

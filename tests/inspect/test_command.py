@@ -59,8 +59,8 @@ def test_a_diff_shows_what_changed():
         "sm_90 flash D 64 causal: flash_fwd_kernel",
         "    registers 128 -> 255",
         "    spill stores 0 -> 8",
-        "    blocks of a processor 4 -> 2",
-        "    warps of a processor 16 -> 8",
+        "    CTAs an SM 4 -> 2",
+        "    warps an SM 16 -> 8",
     ]
     assert diff_lines([ROW, wide], [ROW, wide]) == ["nothing changed in 2 kernels"]
     # An instruction mix that one side was not asked for.

@@ -78,8 +78,8 @@ def test_the_page_is_well_formed_and_stands_alone(make):
 def test_where_nothing_parts_nothing_is_marked():
     page = page_of(traced())
     text = Balanced(page).text
-    assert "Nothing parts ✓ flash_fwd_kernel, head 0, rows 64 to 127: 21 values in 2 steps agree" in text
-    assert "first divergence" not in page
+    assert "No mismatch ✓ flash_fwd_kernel, head 0, rows 64 to 127: 21 values in 2 steps agree" in text
+    assert "first mismatch" not in page
     assert 'class="value parts' not in page
     assert 'title="the worst element"' not in page
     assert "✗" not in page
@@ -106,9 +106,9 @@ def test_the_first_divergence_is_marked_once_and_linked_from_the_verdict():
     lines, agrees = verdict(one, EPS)
     assert not agrees
     assert all(line.strip() in Balanced(page).text for line in lines)
-    assert page.count("first divergence</span>") == 1
+    assert page.count("first mismatch</span>") == 1
     (anchor,) = re.findall(r'<article class="value parts first" id="([^"]*)"', page)
-    assert f'<a href="#{anchor}">See where it parts</a>' in page[: page.index("</header>")]
+    assert f'<a href="#{anchor}">See the first mismatch</a>' in page[: page.index("</header>")]
     section = page[page.index(f'id="{anchor}"') :]
     assert re.search(r"<h4>(\w+) ", section)[1] == "O_scale_1"
     assert "1 of 4096 off" in section[: section.index("</article>")]
@@ -120,7 +120,7 @@ def test_the_first_divergence_is_marked_once_and_linked_from_the_verdict():
 
 def test_each_program_has_its_own_first_divergence():
     page = PAGES["two programs"]()
-    assert page.count('class="value parts first"') == page.count("See where it parts") == 2
+    assert page.count('class="value parts first"') == page.count("See the first mismatch") == 2
 
 
 def test_what_was_not_recorded_is_said_and_another_kernel_is_named():
@@ -233,7 +233,7 @@ def test_the_request_in_words():
 def test_a_step_is_called_what_it_is():
     page = page_of(replace(traced("O_1"), turn="slot"))
     assert re.findall(r"<h3>(.*?)</h3>", page)[1:3] == ["Slot 0", "Slot 1"]
-    assert "the first to part is slot 1, O at [3, 5]" in Balanced(page).text
+    assert "first mismatch: slot 1, O[3, 5]" in Balanced(page).text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")
@@ -260,14 +260,14 @@ def test_the_command_writes_the_page(tmp_path):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_first_divergence_is_one_click_away(opened, width):
     page = opened(PAGES["wrong"](), width)
-    assert page.title() == "First divergence · tilewise trace"
+    assert page.title() == "First mismatch · tilewise trace"
     first = page.locator("article.first")
     inside = """e => { const b = e.getBoundingClientRect(), r = e.parentElement.getBoundingClientRect();
         return b.top >= 0 && b.top < innerHeight && b.left >= r.left - 1 && b.left + 100 < r.right }"""
     assert not first.evaluate(inside)
     page.locator("#verdict a").click()
     assert first.evaluate(inside)
-    assert first.locator(".flag").inner_text() == "first divergence"
+    assert first.locator(".flag").inner_text() == "first mismatch"
     assert first.evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
     # The mark of the worst element lies on its map.
     worst, map_ = first.locator(".worst").bounding_box(), first.locator("img").last.bounding_box()

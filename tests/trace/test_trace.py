@@ -72,12 +72,12 @@ def test_the_head_and_program_asked_for_are_traced(tmp_path):
     head = invoke(tmp_path, *words, "--head", "1")
     assert head.exit_code == 0, head.output
     assert "flash_bwd_dq_kernel, program 2, head 1, rows 0 to 31" in head.output
-    assert "flash_bwd_dkdv_kernel, program 0, key head 0, keys 0 to 31" in head.output
+    assert "flash_bwd_dkdv_kernel, program 0, KV head 0, keys 0 to 31" in head.output
     # There is one key head: its programs come round again.
     last = invoke(tmp_path, *words, "--program", "3")
     assert last.exit_code == 0, last.output
     assert "flash_bwd_dq_kernel, program 3, head 1, rows 32 to 63" in last.output
-    assert "flash_bwd_dkdv_kernel, program 1, key head 0, keys 32 to 63" in last.output
+    assert "flash_bwd_dkdv_kernel, program 1, KV head 0, keys 32 to 63" in last.output
 
 
 # (what, module, old, new, options) -> what the first line must say, and what must follow from it
@@ -187,7 +187,7 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
     )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
-    firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
+    firsts = re.findall(r"first mismatch: (.*)\[", outcome.stdout)
     assert place in firsts, outcome.stdout
     assert follows in outcome.stdout, outcome.stdout
 
@@ -197,7 +197,7 @@ def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
         tmp_path, "--block-m", "40", "--impl", f"{EXAMPLES / 'triton_kernel.py'}:broken", "--dtype", "fp32"
     )
     assert outcome.exit_code == 1
-    assert "the first to part is block 2" in outcome.output
+    assert "first mismatch: block 2" in outcome.output
     against = invoke(
         tmp_path,
         "--block-m",

@@ -151,7 +151,7 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
         arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
     )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
-    firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
+    firsts = re.findall(r"first mismatch: (.*)\[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
     assert follows in outcome.stdout, outcome.stdout
 

@@ -196,7 +196,7 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
         arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
     )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
-    firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
+    firsts = re.findall(r"first mismatch: (.*)\[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
     assert follows in outcome.stdout, outcome.stdout
 
@@ -243,7 +243,7 @@ def test_a_wrong_value_and_a_step_too_many_are_seen(device):
     traced.kernel["P_1"][3] *= 1.01
     assert "block 1, P" in command.verdict(traced, 2**-7)[0][0]
     traced.kernel["steps"] += 1
-    assert "part is steps" in command.verdict(traced, 2**-7)[0][0]
+    assert "first mismatch: steps" in command.verdict(traced, 2**-7)[0][0]
 
 
 @interpreted

@@ -58,13 +58,13 @@ def test_right_kernels_agree(tmp_path, words):
 def test_the_programs_asked_for_are_traced(tmp_path):
     lists = invoke(tmp_path, "nsa-selected", "--head", "1", "--program", "2").output
     # Each key head has four blocks, and each of them a list.
-    assert "nsa_selected_fwd_lists_kernel, program 6, key head 1, block 2, " in lists
+    assert "nsa_selected_fwd_lists_kernel, program 6, KV head 1, block 2, " in lists
     assert "nsa_selected_fwd_merge_kernel, program 2, tokens 32 to 47, rows of all heads" in lists
     union = invoke(
         tmp_path, "nsa-selected", "--head", "1", "--program", "1", "--direction", "backward", "--order", "union"
     ).output
-    assert "nsa_selected_bwd_union_kernel, program 3, key head 1, tokens 32 to 63" in union
-    assert "nsa_selected_bwd_lists_kernel, program 5, key head 1, block 1, " in union
+    assert "nsa_selected_bwd_union_kernel, program 3, KV head 1, tokens 32 to 63" in union
+    assert "nsa_selected_bwd_lists_kernel, program 5, KV head 1, block 1, " in union
 
 
 # A planted bug: module, what is replaced by what, options; what the first line must say, and what must follow from it.
@@ -155,7 +155,7 @@ BUGS = {
         "acc = tl.where(present[:, None]",
         "--direction backward",
         "slot 1, dQ",
-        "made at line",
+        "computed at line",
     ),
     "windows": (
         "_device.mask",
@@ -181,7 +181,7 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
         arguments, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
     )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
-    firsts = re.findall(r"the first to part is (.*) at \[", outcome.stdout)
+    firsts = re.findall(r"first mismatch: (.*)\[", outcome.stdout)
     assert place in firsts, outcome.stdout + outcome.stderr
     assert follows in outcome.stdout, outcome.stdout
 

@@ -75,7 +75,7 @@ def _values(facts: Facts) -> dict[str, object]:
     }
     values |= facts.mix or {}
     return values | {
-        "blocks of a processor": filled.blocks,
-        "warps of a processor": filled.warps,
+        "CTAs an SM": filled.blocks,
+        "warps an SM": filled.warps,
         "limited by": filled.limit,
     }

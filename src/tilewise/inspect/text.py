@@ -44,7 +44,7 @@ def units(facts: Facts) -> str:
 def card_line(architecture: int) -> str:
     """What a card offers."""
     card = CARDS[architecture]
-    shared = f"{card.shared_memory >> 10} KB of shared memory a block, {card.shared_memory_all >> 10} KB a processor"
+    shared = f"{card.shared_memory >> 10} KB of shared memory a block, {card.shared_memory_all >> 10} KB an SM"
     return f"sm_{architecture} ({card.examples}): {shared}; {card.warps} warps, {card.blocks} blocks"
 
 

@@ -42,7 +42,7 @@ def render_html(
     parting = any(program.first for program in shown)
     return render(
         "trace",
-        "First divergence" if parting else "Nothing parts",
+        "First mismatch" if parting else "No mismatch",
         not parting,
         programs=shown,
         request=request,

@@ -109,14 +109,14 @@ def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     value = row.name if step is None else f"{traced.turn} {step}, {name}"
     beyond = row.difference / row.allowed if row.allowed else float("inf")
     lines = [
-        f"✗ {where}: the first to part is {value} at {list(row.worst)}",
+        f"✗ {where}: first mismatch: {value}{list(row.worst)}",
         (
             f"    kernel {row.kernel:.7g}, simulation {row.simulation:.7g}: {beyond:.3g} times what rounding allows;"
             f" {row.bad} of {row.elements} are off"
         ),
     ]
     if row.name in traced.lines:
-        lines.append(f"    made at {traced.lines[row.name]}")
+        lines.append(f"    computed at {traced.lines[row.name]}")
     agreeing = _agreeing(rows, row.name, traced.order)
     if agreeing:
         lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")

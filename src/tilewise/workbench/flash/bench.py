@@ -44,7 +44,7 @@ GPU_CASES = (
     *_series("full-128", "D 128", (2048, 16384), H=16, D=128),
     *_series("causal-64", "D 64, causal", (2048, 16384), H=32, D=64, causal=True),
     *_series("full-64", "D 64", (2048, 16384), H=32, D=64),
-    _case("gqa", "32 query heads for 4 key heads, causal", B=4, T=4096, H=32, Hk=4, D=128, causal=True),
+    _case("gqa", "32 query heads, 4 KV heads, causal", B=4, T=4096, H=32, Hk=4, D=128, causal=True),
     _case(
         "packed",
         "8 sequences of 100 to 4096 tokens, causal",

@@ -22,7 +22,7 @@ HOPPER = (
         "acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)",
         "acc = acc",
     ),
-    _planted("hopper-wrong-kv-head", "all query heads take the first key head", _ITEMS, "i_h // group", "i_h * 0"),
+    _planted("hopper-wrong-kv-head", "all query heads take the first KV head", _ITEMS, "i_h // group", "i_h * 0"),
     _planted("hopper-sign-ignored", "a negative scale acts as a positive one", _FWD, "b_s = b_s * SIGN", "b_s = b_s"),
     _planted(
         "hopper-other-values",
@@ -123,7 +123,7 @@ HOPPER = (
     ),
     _planted(
         "hopper-sum-of-nothing",
-        "the first block adds to memory that nobody has cleared",
+        "the first block adds to memory that was never zeroed",
         _BWD,
         "if meets_first(i_visit, first_visit, i_block, HAS_LEFT):",
         "if i_block < 0:",

@@ -69,7 +69,7 @@ class Backward:
         q, do = (x[0].transpose(0, 1) for x in (self._case.q, self._do))
         tensors = q, *self._keys(), do, torch.stack(self._lse_log2), torch.stack(self._delta)
         rows = min(block, self._case.k.shape[1] - start)
-        place = f"program {program}, key head 0, keys {start} to {start + rows - 1}"
+        place = f"program {program}, KV head 0, keys {start} to {start + rows - 1}"
         return self._beside(
             ("flash_bwd_dkdv_kernel", "dkdv", place), simulate.backward_dkdv, tensors, values, start, rows, lines
         )

@@ -203,7 +203,7 @@ CASES = (
     _case("one-token", "T 1: one key, and no window; scale 0", T=1, D=8, H=4, Hk=2, scale=0.0),
     _case(
         "short",
-        "T 5, shorter than a window; 3 query heads a key head, nothing selected",
+        "T 5, shorter than a window; 3 query heads a KV head, nothing selected",
         T=5,
         H=3,
         Hk=1,
@@ -214,7 +214,7 @@ CASES = (
     ),
     _case(
         "odd-length",
-        "T 61, 3 query heads a key head, D 12, Dv 5, windows of 12",
+        "T 61, 3 query heads a KV head, D 12, Dv 5, windows of 12",
         T=61,
         H=3,
         Hk=1,
@@ -236,7 +236,7 @@ CASES = (
     ),
     _case(
         "mqa-16",
-        "16 query heads, one key head; scale 0, where blocks tie",
+        "16 query heads, one KV head; scale 0, where blocks tie",
         T=25,
         H=16,
         Hk=1,
@@ -281,10 +281,10 @@ CASES = (
         local=1,
         count=3,
     ),
-    _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
+    _case("group-64", "64 query heads, one KV head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
     _case(
         "group-6",
-        "6 query heads, one key head, D 80, windows wider than a block",
+        "6 query heads, one KV head, D 80, windows wider than a block",
         T=150,
         H=6,
         Hk=1,

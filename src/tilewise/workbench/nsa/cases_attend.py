@@ -196,7 +196,7 @@ CASES = (
         window=True,
     ),
     _case(
-        "short", "T 5, shorter than a block; 3 query heads a key head", T=5, H=3, Hk=1, D=8, Dv=3, block=32, scaled=True
+        "short", "T 5, shorter than a block; 3 query heads a KV head", T=5, H=3, Hk=1, D=8, Dv=3, block=32, scaled=True
     ),
     _case(
         "repeats",
@@ -243,7 +243,7 @@ CASES = (
         apart=True,
         scaled=True,
     ),
-    _case("mqa-16", "16 query heads, one key head; no sel_scale", T=33, H=16, Hk=1, D=8, block=8, count=2, window=True),
+    _case("mqa-16", "16 query heads, one KV head; no sel_scale", T=33, H=16, Hk=1, D=8, block=8, count=2, window=True),
     _case("large-logits", "logits up to about ±100", T=65, size=10.0, H=2, Hk=1, scaled=True),
     _case(
         "strided",
@@ -257,10 +257,10 @@ CASES = (
         scaled=True,
         window=True,
     ),
-    _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80, scaled=True),
+    _case("group-64", "64 query heads, one KV head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80, scaled=True),
     _case(
         "group-6",
-        "6 query heads, one key head, D 80, blocks of 32",
+        "6 query heads, one KV head, D 80, blocks of 32",
         T=150,
         H=6,
         Hk=1,

@@ -118,7 +118,7 @@ CASES = (
     _case("one-window", "T 16, windows of 16: the last token alone sees it", T=16, D=8, compress=16, stride=16),
     _case(
         "odd-length",
-        "T 75, windows of 12, one each 4; 3 query heads a key head, D 12, Dv 5",
+        "T 75, windows of 12, one each 4; 3 query heads a KV head, D 12, Dv 5",
         T=75,
         H=6,
         Hk=2,
@@ -137,7 +137,7 @@ CASES = (
     ),
     _case(
         "mqa-16",
-        "16 query heads, one key head; windows that do not overlap; scale 0",
+        "16 query heads, one KV head; windows that do not overlap; scale 0",
         T=41,
         H=16,
         Hk=1,
@@ -148,8 +148,8 @@ CASES = (
     _case("large-logits", "logits up to about ±100", T=65, size=25.0),
     _case("strided", "a transposed q, expanded keys, cut values", B=2, T=51, H=4, Hk=2, layout="mixed"),
     _case("packed", "lengths 0, 29, 7, 1, 0, 14 of one batch", lengths=(0, 29, 7, 1, 0, 14), H=2, Hk=1, Dv=24),
-    _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
-    _case("group-6", "6 query heads, one key head, D 80", T=150, H=6, Hk=1, D=80, compress=16, stride=8),
+    _case("group-64", "64 query heads, one KV head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
+    _case("group-6", "6 query heads, one KV head, D 80", T=150, H=6, Hk=1, D=80, compress=16, stride=8),
     _case("many-windows", "447 windows, D 72", T=450, H=2, Hk=1, D=72, compress=4, stride=1),
     _case(
         "sparse-windows",

@@ -102,7 +102,7 @@ CASES = (
     _case("one-token", "T 1: one key", T=1, D=8, block=4),
     _case(
         "short",
-        "T 5, shorter than a block; 3 query heads a key head, more blocks than there are",
+        "T 5, shorter than a block; 3 query heads a KV head, more blocks than there are",
         T=5,
         H=3,
         Hk=1,
@@ -133,10 +133,10 @@ CASES = (
         count=4,
         pattern="holes",
     ),
-    _case("group-1", "one query head a key head, 3 blocks of 8", T=43, H=1, D=8, block=8),
+    _case("group-1", "one query head a KV head, 3 blocks of 8", T=43, H=1, D=8, block=8),
     _case(
         "own",
-        "the own block alone; one query head a key head, scale -0.3",
+        "the own block alone; one query head a KV head, scale -0.3",
         T=50,
         H=2,
         block=8,
@@ -146,7 +146,7 @@ CASES = (
     ),
     _case(
         "smooth",
-        "neighbours name the same blocks; 16 query heads, one key head",
+        "neighbours name the same blocks; 16 query heads, one KV head",
         T=50,
         H=16,
         Hk=1,
@@ -158,7 +158,7 @@ CASES = (
     _case("large-logits", "logits up to about ±100", T=65, size=25.0, H=4, Hk=2),
     _case(
         "strided",
-        "one query head a key head, transposed q and indices, expanded keys, cut values; scale 0",
+        "one query head a KV head, transposed q and indices, expanded keys, cut values; scale 0",
         B=2,
         T=35,
         block=8,
@@ -168,8 +168,8 @@ CASES = (
     _case(
         "packed", "lengths 0, 29, 1, 0, 14 of one batch", lengths=(0, 29, 1, 0, 14), H=2, Hk=1, Dv=24, block=8, count=2
     ),
-    _case("group-64", "64 query heads, one key head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
-    _case("group-6", "6 query heads, one key head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, count=3),
+    _case("group-64", "64 query heads, one KV head, Dv 80", T=100, H=64, Hk=1, D=16, Dv=80),
+    _case("group-6", "6 query heads, one KV head, D 80, blocks of 32", T=150, H=6, Hk=1, D=80, block=32, count=3),
     _case("block-48", "blocks of 48, D 96, Dv 128", B=2, T=300, H=4, Hk=1, D=96, Dv=128, block=48, count=4),
     _case(
         "block-128",

@@ -257,7 +257,7 @@ ATTEND = (
     ),
     Mutant(
         "wrong-kv-head",
-        "index heads take key heads in turn",
+        "index heads take KV heads round robin",
         _FWD,
         "i_h // heads_a_key",
         "i_h % (n_heads // heads_a_key)",
@@ -315,7 +315,7 @@ COMPRESSED = (
     ),
     Mutant(
         "wrong-kv-head",
-        "query heads take key heads in turn",
+        "query heads take KV heads round robin",
         "flash.kernels.fwd",
         "i_h // group",
         "i_h % (n_heads // group)",

@@ -147,7 +147,7 @@ class Numbers(NamedTuple):
 
 
 def _segment_place(number: int, segment: Segment) -> str:
-    return f"program {number}, key head {segment.head}, block {segment.block}, {len(segment.entries)} entries"
+    return f"program {number}, KV head {segment.head}, block {segment.block}, {len(segment.entries)} entries"
 
 
 def _tile_place(case: Case, number: int) -> tuple[int, int, slice, str]:
@@ -155,7 +155,7 @@ def _tile_place(case: Case, number: int) -> tuple[int, int, slice, str]:
     head, i_tile = divmod(number, case.tiles)
     each = case.tiling.tokens(case.group)
     tokens = slice(i_tile * each, min((i_tile + 1) * each, case.q.shape[1]))
-    return head, i_tile, tokens, f"program {number}, key head {head}, tokens {tokens.start} to {tokens.stop - 1}"
+    return head, i_tile, tokens, f"program {number}, KV head {head}, tokens {tokens.start} to {tokens.stop - 1}"
 
 
 def _steps_of(case: Case, segment: Segment) -> list[int]:

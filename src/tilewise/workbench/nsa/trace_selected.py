@@ -27,7 +27,7 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
         "order": "by keys (lists)" if order == "lists" else "by queries (unions)",
         "tiles": f"{case.block_m} rows × blocks of {case.block_size} keys",
         "tokens": str(case.q.shape[1]),
-        "heads": f"{KEY_HEADS} key heads of {GROUP} query heads",
+        "heads": f"{KEY_HEADS} KV heads of {GROUP} query heads",
         "named": f"{SLOTS} blocks by each token, up to its own; some twice, some none",
     }
     if request.direction == "backward":
