@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from cold_child import OPERATORS
-from table import cold_lines
+from harness import Run, need_gpu
 
 HERE = Path(__file__).resolve().parent
 # What is asked of a first step: so many times the slowest kernel, and so many seconds more.
 TIMES_SLOWEST, SECONDS_MORE = 1.3, 3.0
 TIMEOUT = 400.0
-# The kernel of benchmarks/cold_first.py.
+# The kernel that cold_child.py compiles first.
 FIRST = "first_kernel"
 NOW, BEFORE = "now", "before"
 
@@ -136,7 +136,7 @@ def operator_row(operator: str, version: str, source: Path, folder: Path) -> dic
     longest = slowest(events["serial"])
     after = phases["cold"]["backward"]["at"]
     return {
-        "operator": operator,
+        "case": operator,
         "version": version,
         **{name: figures(one) for name, one in phases.items()},
         "slowest": longest,
@@ -177,7 +177,8 @@ def ranks_row(operator: str, version: str, source: Path, folder: Path, count: in
             child.kill()
     steps = [figures(one)["step"] for one in phases]
     found = times_compiled(compilations(log))
-    row = {"operator": operator, "version": version, "ranks": count, "seconds": max(steps), "each": steps}
+    seconds = {"last": max(steps)} | {f"rank {rank}": step for rank, step in enumerate(steps)}
+    row = {"case": operator, "version": version, "ranks": count, "seconds": seconds}
     totals = {"variants": len(found), "compiled": found.total(), "most": max(found.values(), default=0)}
     return row | totals | {"times_compiled": dict(found.most_common())}
 
@@ -191,21 +192,16 @@ def versions(compare: Path | None) -> Iterator[tuple[str, Path]]:
         yield BEFORE, compare.resolve()
 
 
-def command(given: argparse.Namespace) -> str:
+def words(given: argparse.Namespace) -> str:
     """What repeats the run, without this machine's folders."""
-    words = ["python benchmarks/cold.py"]
-    words += ["--only", *given.only] if len(given.only) < len(OPERATORS) else []
-    words += ["--ranks", str(given.ranks)] if given.ranks else []
-    words += ["--compare", "SRC"] if given.compare else []
-    return " ".join(words)
+    found = ["--only", *given.only] if len(given.only) < len(OPERATORS) else []
+    found += ["--ranks", str(given.ranks)] if given.ranks else []
+    return " ".join([*found, *(["--compare", "SRC"] if given.compare else [])])
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Measure what was asked for."""
-    from timing import environment, save
-
-    document: dict[str, Any] = {"kind": "cold", "environment": environment(command(given))}
-    document |= {"cores": os.cpu_count(), "rows": [], "ranks": [], "errors": []}
+    result = Run("cold", given.json, words(given), cores=os.cpu_count())
     began = time.monotonic()
     for operator in given.only:
         for version, source in versions(given.compare):
@@ -214,27 +210,24 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 try:
                     if given.ranks:
-                        document["ranks"].append(ranks_row(operator, version, source, Path(folder), given.ranks))
+                        row = ranks_row(operator, version, source, Path(folder), given.ranks)
                     else:
-                        document["rows"].append(operator_row(operator, version, source, Path(folder)))
+                        row = operator_row(operator, version, source, Path(folder))
                 except RuntimeError as error:
-                    document["errors"].append(f"{operator}, {version}: {error}")
+                    row = {"case": operator, "version": version, "error": str(error)}
                     print(f"    failed: {error}", flush=True)
-            save(document, given.json)
-    return document
+            result.add(row, show=False)
+    result.print_table()
+    return result.document
 
 
 def main() -> None:
     """Print a table, and save the figures as JSON on request."""
     given = arguments()
     print("cold: importing torch", flush=True)
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
+    need_gpu()
     document = run(given)
-    print("\n".join(cold_lines(document)))
-    return sys.exit(1) if document["errors"] else None
+    return sys.exit(1) if any("error" in row for row in document["rows"]) else None
 
 
 if __name__ == "__main__":

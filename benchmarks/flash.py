@@ -4,18 +4,15 @@ through torch), in one run.
 python benchmarks/flash.py --json benchmarks/results/flash-h200.json
 """
 
-import statistics
-import time
 from collections.abc import Callable
-from math import nan
 
 import torch
-import triton
-from timing import environment, save, where_to_save
+from harness import Run, where_to_save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilewise.bench.timing import Clock, host_times, take_turns
 
 # (batch, tokens, heads, channels)
 SHAPES = (
@@ -26,7 +23,6 @@ BASELINES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENT
 # Ours, as called by default, and with dq summed in any order, which matters to the backward of Hopper's own kernels
 # alone.
 OURS, FREE = "tilewise", "tilewise free"
-ROUNDS = 5
 
 
 def operations(batch: int, tokens: int, heads: int, channels: int, causal: bool, direction: str) -> float:
@@ -52,7 +48,7 @@ def attentions(causal: bool) -> dict[str, Callable[..., torch.Tensor]]:
     return ours | {name: through_torch(backend) for name, backend in BASELINES.items()}
 
 
-def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, object]]:
+def measure(clock: Clock, shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, object]]:
     """Median milliseconds of each implementation, the implementations taking turns."""
     batch, tokens, heads, channels = shape
     rows = []
@@ -74,12 +70,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, ob
             if name not in BASELINES or isinstance(error, torch.OutOfMemoryError):
                 raise
     for direction, functions in calls.items():
-        times: dict[str, list[float]] = {name: [] for name in functions}
-        for _ in range(ROUNDS):
-            for name, function in functions.items():
-                times[name].append(triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median"))
-        medians = {name: statistics.median(values) for name, values in times.items()}
+        medians = {name: times.median for name, times in take_turns(clock, functions).items()}
         row: dict[str, object] = {
+            "case": f"B {batch}, T {tokens}, H {heads}, D {channels}{', causal' if causal else ''}",
             "batch": batch,
             "tokens": tokens,
             "heads": heads,
@@ -104,16 +97,7 @@ def launch_overhead() -> dict[str, float]:
     q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
 
     def microseconds(function: Callable[[], object]) -> float:
-        samples = []
-        for _ in range(2000):
-            function()
-        for _ in range(ROUNDS * 8):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(50):
-                function()
-            samples.append((time.perf_counter() - start) / 50 * 1e6)
-        return round(statistics.median(samples), 1)
+        return round(host_times({"call": function}, "cuda", count=50, rounds=40, warm_up=2000)["call"]["host"], 1)
 
     leaf = q.clone().requires_grad_()
     with torch.no_grad():
@@ -123,37 +107,14 @@ def launch_overhead() -> dict[str, float]:
 
 def main() -> None:
     """Print a table, and save it as JSON on request."""
-    path = where_to_save(__doc__)
-    rows = []
-    print(
-        f"{'shape':<24} {'causal':<6} {'direction':<9} {'tilewise':>9} {'cuDNN':>7} {'FA2':>7}   ratio to cuDNN, FA2;"
-        " free order"
-    )
+    run = Run("flash", where_to_save(__doc__), dtype="bf16")
+    clock = Clock(torch.device("cuda"))
     for shape in SHAPES:
         for causal in (False, True):
-            for row in measure(shape, causal):
-                rows.append(row)
-                speed = row["tflops"]
-                name = "B{} T{} H{} D{}".format(*shape)
-                ratios = "; ".join(
-                    ", ".join(f"{row[key].get(name, nan):.2f}" for name in BASELINES)
-                    for key in ("ratio", "ratio_free")
-                    if key in row
-                )
-                figures = f"{speed[OURS]:>9} {speed.get('cudnn', nan):>7} {speed.get('fa2', nan):>7}   {ratios}"
-                print(f"{name:<24} {causal!s:<6} {row['direction']:<9} {figures}", flush=True)
-    overhead = launch_overhead()
-    print(
-        f"launch overhead of one small forward: {overhead['inference']} µs in inference, {overhead['training']} µs in"
-        " training"
-    )
-    result = {
-        "environment": environment("python benchmarks/flash.py"),
-        "unit": "TFLOP/s, bf16",
-        "launch_overhead_us": overhead,
-        "rows": rows,
-    }
-    save(result, path)
+            for row in measure(clock, shape, causal):
+                run.add(row)
+    run.add({"case": "launch overhead of one small forward", "microseconds": launch_overhead()})
+    run.print_table()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from timing import environment, milliseconds, save, where_to_save
+from harness import Run, where_to_save
 
 import tilewise
+from tilewise.bench.timing import Clock, take_turns
 
 # (heads, channels), as benchmarks/flash.py has them.
 WIDTHS = ((16, 128), (32, 64))
@@ -60,7 +61,7 @@ def calls(
 
 
 def measure(
-    equal: list[int], unequal: list[int] | None, heads: int, channels: int, causal: bool
+    clock: Clock, equal: list[int], unequal: list[int] | None, heads: int, channels: int, causal: bool
 ) -> list[dict[str, object]]:
     """Rates of equal lengths, without and with GROUP query heads a key head, taken in turns; packed beside unequal ones
     where there are any.
@@ -73,12 +74,15 @@ def measure(
     }
     rows = []
     for direction in ("forward", "backward"):
-        times = milliseconds({name: both[direction] for name, both in made.items()})
+        timed = take_turns(clock, {name: both[direction] for name, both in made.items()})
+        times = {name: round(one.median, 3) for name, one in timed.items()}
         rates = {
             name: operations(kinds[name][0], heads, channels, causal, direction) / time / 1e9
             for name, time in times.items()
         }
+        name = f"{'packed, ' if unequal else ''}B {len(equal)}, T {equal[0]}, H {heads}, D {channels}"
         row: dict[str, object] = {
+            "case": f"{name}{', causal' if causal else ''}, {direction}",
             "sequences": len(equal),
             "tokens": equal[0],
             "packed": unequal is not None,
@@ -94,30 +98,17 @@ def measure(
 
 def main() -> None:
     """Print a table, and save it as JSON on request."""
-    path = where_to_save(__doc__)
-    rows = []
     unequal = lengths()
+    run = Run("flash_layouts", where_to_save(__doc__), dtype="bf16", lengths=unequal)
+    clock = Clock(torch.device("cuda"))
     layouts = [
         ([sum(unequal) // SEQUENCES] * SEQUENCES, unequal),
         *(([tokens] * batch, None) for batch, tokens in BATCHES),
     ]
-    print(
-        f"{'shape':<26} {'causal':<6} {'direction':<9} {'equal':>7} TFLOP/s; of that rate: {GROUP} query heads a key"
-        " head, packed unequal lengths"
-    )
     for (of, others), (heads, channels), causal in itertools.product(layouts, WIDTHS, (False, True)):
-        for row in measure(of, others, heads, channels, causal):
-            rows.append(row)
-            name = f"{'packed ' if others else ''}B{len(of)} T{of[0]} H{heads} D{channels}"
-            shares = ", ".join(f"{share:.2f}" for share in row["of_equal"].values())
-            print(f"{name:<26} {causal!s:<6} {row['direction']:<9} {row['tflops']['equal']:>7}   {shares}", flush=True)
-    result = {
-        "environment": environment("python benchmarks/flash_layouts.py"),
-        "unit": "TFLOP/s, bf16",
-        "lengths": unequal,
-        "rows": rows,
-    }
-    save(result, path)
+        for row in measure(clock, of, others, heads, channels, causal):
+            run.add(row)
+    run.print_table()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """What benchmarks/host.py measures: small calls, long ones beside their CUDA graphs, and calls whose shape is new."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from hstu import BLOCK, COUNT, KINDS, Attention, Batch, Shape
-from rounds import Call, Case, Compared, Contender, Varied
-from timing import captured
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilewise.bench.timing import Call, Varied, captured
+
+Contender = Call | Varied
 
 FORWARD, STEP = "forward", "forward + backward"
 # What the project asks: ours over the other.
@@ -40,6 +42,30 @@ PACKED: dict[str, dict[str, tuple[int, ...]]] = {
     "hstu": QKV,
     "bsa": {**QKV, "u": (8, 64), "g_cmp": (8,), "g_slc": (8,)},
 }
+
+
+class Compared(NamedTuple):
+    """Two contenders; at most `asked` times the other's time is asked of ours."""
+
+    ours: str
+    other: str
+    asked: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured beside each other; `build` takes the device's name."""
+
+    name: str
+    topic: str
+    build: Callable[[str], Mapping[str, Contender]]
+    compared: tuple[Compared, ...]
+    clock: str = "host"
+    calls: int = 200
+    rounds: int = 30
+    grad: bool = True
+    # No kernel may be compiled or loaded after the warm-up.
+    compiles_nothing: bool = False
 
 
 def draw(*shape: int, device: str, grad: bool = False) -> torch.Tensor:

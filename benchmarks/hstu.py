@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-from timing import environment, milliseconds, save, where_to_save
+from harness import Run, where_to_save
 
 import tilewise
+from tilewise.bench.timing import Clock, graph_milliseconds, take_turns
 
 # (batch, longest sequence, heads, channels of q and k, channels of v)
 Shape = tuple[int, int, int, int, int]
@@ -131,7 +131,7 @@ def in_torch(batch: Batch) -> Attention:
     return Attention(attend, [q, k, v], batch.do.unflatten(0, (count, -1)).transpose(1, 2))
 
 
-def in_graphs(shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
+def in_graphs(clock: Clock, shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
     """Milliseconds as CUDA graphs, which leave the host out: forwards, steps, and backwards as the difference of the
     two.
 
@@ -142,7 +142,7 @@ def in_graphs(shape: Shape, jagged: bool, *kinds: str) -> dict[str, float]:
     for kind in kinds:
         forward, step = KINDS[kind](Batch(shape, jagged)).attend, KINDS[kind](Batch(shape, jagged)).step
         for name, call in (("forward", forward), ("step", step)):
-            times[f"{kind} {name}"] = round(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"), 3)
+            times[f"{kind} {name}"] = round(graph_milliseconds(clock, call), 3)
         times[f"{kind} backward"] = round(times[f"{kind} step"] - times[f"{kind} forward"], 3)
     return times
 
@@ -155,45 +155,52 @@ def rates(batch: Batch, times: dict[str, float]) -> dict[str, int]:
     }
 
 
-def dense_row(shape: Shape) -> dict[str, object]:
-    """One shape, full-length beside torch, and jagged; as called, and as CUDA graphs."""
-    full, jagged = Batch(shape, jagged=False), Batch(shape, jagged=True)
-    times = {
-        "full": milliseconds(dense(full).calls("dense") | in_torch(full).calls("torch")),
-        "jagged": milliseconds(dense(jagged).calls("dense")),
-    }
-    graphs = {"full": in_graphs(shape, False, "dense"), "jagged": in_graphs(shape, True, "dense")}
-    return {
-        "shape": shape,
-        "milliseconds": times,
-        "as graphs": graphs,
-        "tflops": {"full": rates(full, times["full"]), "jagged": rates(jagged, times["jagged"])},
-        "tflops as graphs": {"full": rates(full, graphs["full"]), "jagged": rates(jagged, graphs["jagged"])},
-    }
+def milliseconds(clock: Clock, calls: Calls) -> dict[str, float]:
+    """Medians, the calls taking turns."""
+    return {name: round(times.median, 3) for name, times in take_turns(clock, calls).items()}
 
 
-def sparse_row(shape: Shape) -> dict[str, object]:
+def described(kind: str, shape: Shape, jagged: bool) -> dict[str, object]:
+    """What a row is of."""
+    batch, longest, heads, channels, values = shape
+    lengths = "jagged" if jagged else "full"
+    name = f"{kind}, {lengths}, B {batch}, N {longest}, H {heads}, D {channels}, Dv {values}"
+    return {"case": name, "kind": kind, "lengths": lengths, "shape": list(shape)}
+
+
+def dense_row(clock: Clock, shape: Shape, jagged: bool) -> dict[str, object]:
+    """One shape, full-length beside torch, or jagged; as called, and as CUDA graphs."""
+    batch = Batch(shape, jagged)
+    times = milliseconds(clock, dense(batch).calls("dense") | ({} if jagged else in_torch(batch).calls("torch")))
+    graphs = in_graphs(clock, shape, jagged, "dense")
+    figures = {"milliseconds": times, "graph_milliseconds": graphs}
+    return (
+        described("dense", shape, jagged)
+        | figures
+        | {"tflops": rates(batch, times), "graph_tflops": rates(batch, graphs)}
+    )
+
+
+def sparse_row(clock: Clock, shape: Shape) -> dict[str, object]:
     """One shape, full-length: block-sparse beside dense, as called, and as CUDA graphs."""
     batch = Batch(shape, jagged=False)
-    return {
-        "shape": shape,
-        "milliseconds": milliseconds(dense(batch).calls("dense") | sparse(batch).calls("block-sparse")),
-        "as graphs": in_graphs(shape, False, *KINDS),
-    }
+    times = milliseconds(clock, dense(batch).calls("dense") | sparse(batch).calls("block-sparse"))
+    graphs = in_graphs(clock, shape, False, *KINDS)
+    return described("block-sparse", shape, False) | {"milliseconds": times, "graph_milliseconds": graphs}
 
 
 def main() -> None:
     """Print the figures, and save them as JSON on request."""
-    path = where_to_save(__doc__)
-    result: dict[str, object] = {"environment": environment("python benchmarks/hstu.py"), "unit": "ms, bf16"}
-    for name, row, shapes in (("dense", dense_row, DENSE), ("block-sparse", sparse_row, SPARSE)):
-        rows = []
-        for shape in shapes:
-            rows.append(row(shape))
-            print(name, rows[-1], flush=True)
+    run = Run("hstu", where_to_save(__doc__), dtype="bf16")
+    clock = Clock(torch.device("cuda"))
+    for shape in DENSE:
+        for jagged in (False, True):
+            run.add(dense_row(clock, shape, jagged))
             torch.cuda.empty_cache()
-        result[name] = rows
-    save(result, path)
+    for shape in SPARSE:
+        run.add(sparse_row(clock, shape))
+        torch.cuda.empty_cache()
+    run.print_table()
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ The calls that are compared take turns, and medians are compared. "speed" is tor
 mytorch is faster.
 """
 
-import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,11 +22,11 @@ import numpy as np
 import torch
 import typer
 from cnn import mytorch_step, torch_step
-from rich.console import Console
-from rich.table import Table
+from harness import Run
 
 import mytorch
 from mytorch import Device, Tensor
+from tilewise.bench.timing import host_times
 
 Calls = dict[str, Callable[[], object]]
 # Batch, heads, tokens, channels.
@@ -46,14 +44,8 @@ print(time.perf_counter() - start)
 
 def milliseconds(calls: Calls, rounds: int) -> dict[str, float]:
     """The median of each call, the calls taking turns, after one that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+    times = host_times(calls, "cpu", 1, rounds, warm_up=1)
+    return {name: round(found["whole"] / 1e3, 3) for name, found in times.items()}
 
 
 def cnn(rounds: int) -> dict[str, Any]:
@@ -78,10 +70,11 @@ def cnn(rounds: int) -> dict[str, Any]:
         "parallel to torch": times["torch"] / times["parallel"],
         "parallel to serial": times["serial"] / times["parallel"],
     }
-    return {"milliseconds": times, "speed": {name: round(value, 2) for name, value in speeds.items()}}
+    speeds = {name: round(value, 2) for name, value in speeds.items()}
+    return {"case": "training step of a CNN", "milliseconds": times, "speed": speeds}
 
 
-def start_up() -> dict[str, float]:
+def start_up() -> dict[str, Any]:
     """Seconds from `import mytorch` to a first result and its gradient in fresh processes: the first with no compiled
     code, then with it.
     """
@@ -96,10 +89,8 @@ def start_up() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"NUMBA_CACHE_DIR": folder}
         cold = seconds(environment)
-        return {
-            "seconds cold": round(cold, 2),
-            "seconds warm": round(statistics.median(seconds(environment) for _ in range(5)), 2),
-        }
+        warm = statistics.median(seconds(environment) for _ in range(5))
+    return {"case": "start-up", "seconds": {"cold": round(cold, 2), "warm": round(warm, 2)}}
 
 
 def attention_calls(causal: bool) -> Calls:
@@ -129,10 +120,10 @@ def attention_calls(causal: bool) -> Calls:
     }
 
 
-def attention(rounds: int) -> dict[str, Any]:
+def attention(rounds: int) -> list[dict[str, Any]]:
     """Beside torch's scaled_dot_product_attention, with and without a causal mask; backward is both less forward."""
     mytorch.set_cpu_backend("parallel")
-    found: dict[str, Any] = {}
+    found = []
     for name, causal in (("full", False), ("causal", True)):
         times = milliseconds(attention_calls(causal), rounds)
         for side in ("mytorch", "torch"):
@@ -141,7 +132,7 @@ def attention(rounds: int) -> dict[str, Any]:
             direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2)
             for direction in ("forward", "backward", "both")
         }
-        found[name] = {"milliseconds": times, "speed": speeds}
+        found.append({"case": f"attention, {name}", "milliseconds": times, "speed": speeds})
     return found
 
 
@@ -165,7 +156,7 @@ def growth(backend: str) -> int:
     return (peak() - before) // 1024
 
 
-def memory() -> dict[str, int]:
+def memory() -> dict[str, Any]:
     """Both backends' growth, each in a process of its own; the serial one is the plain formula."""
     command = "import mytorch_cpu, sys; print(mytorch_cpu.growth(sys.argv[1]))"
     folder = Path(__file__).parent
@@ -184,31 +175,22 @@ def memory() -> dict[str, int]:
             ).stdout
         )
 
-    return {name: measured(backend) for name, backend in (("tiled", "parallel"), ("plain formula", "serial"))}
+    found = {name: measured(backend) for name, backend in (("tiled", "parallel"), ("plain formula", "serial"))}
+    return {"case": "attention's memory", "mebibytes": found}
 
 
-def environment(threads: int, command: str) -> dict[str, object]:
-    """Where the figures come from, and the command that repeats them."""
+def environment(threads: int) -> dict[str, str]:
+    """What the figures depend on beyond versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
+        "device": models[0] if models else platform.processor(),
+        "numba": numba.__version__,
+        "cores": str(os.cpu_count()),
+        "threads": str(threads),
         "threading": numba.threading_layer(),
-        "versions": {module.__name__: module.__version__ for module in (np, numba, torch)}
-        | {"python": platform.python_version()},
-        "load": round(os.getloadavg()[0], 2),
-        "command": command,
+        "load": f"{os.getloadavg()[0]:.2f}",
     }
-
-
-def rows(result: dict[str, Any], path: str = "") -> list[tuple[str, str]]:
-    """Nested figures as lines of a table."""
-    found = []
-    for name, value in result.items():
-        found += rows(value, f"{path}{name}, ") if isinstance(value, dict) else [(path + name, str(value))]
-    return found
 
 
 def main(
@@ -219,21 +201,15 @@ def main(
     """Print the figures, and save them as JSON on request."""
     mytorch.set_num_threads(threads)
     torch.set_num_threads(threads)
-    result: dict[str, Any] = {
-        "training step of a CNN": cnn(rounds),
-        "start-up": start_up(),
-        "attention": attention(max(3, rounds // 10)),
-    }
-    result["attention's memory in MiB"] = memory()
-    result["environment"] = environment(
-        threads, f"python benchmarks/mytorch_cpu.py --threads {threads} --rounds {rounds}"
-    )
-    table = Table("figure", "value", title="mytorch on the CPU")
-    for line in rows(result):
-        table.add_row(*line)
-    Console().print(table)
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    training = cnn(rounds)
+    # numba chooses its threading layer when it first runs something in parallel.
+    run = Run("mytorch_cpu", json_file, f"--threads {threads} --rounds {rounds}", environment(threads))
+    run.add(training)
+    run.add(start_up())
+    for row in attention(max(3, rounds // 10)):
+        run.add(row)
+    run.add(memory())
+    run.print_table()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ mytorch is faster. A step is small: what it takes is the host's work. A captured
 on either side.
 """
 
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +17,11 @@ import numpy as np
 import torch
 import typer
 from cnn import mytorch_step, torch_step
-from timing import captured, environment
+from harness import Run, need_gpu
 
 import tilewise
 from mytorch import Device, Tensor
+from tilewise.bench.timing import captured, host_times
 
 Calls = dict[str, Callable[[], object]]
 # Calls between two looks at the clock, and how often they take turns.
@@ -36,17 +34,8 @@ def milliseconds(calls: Calls, runs: int) -> dict[str, float]:
     """The median of each call, host and device both waited for, the calls taking turns, after one turn that does not
     count.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(TURNS + 1):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(runs):
-                call()
-            torch.cuda.synchronize()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start) / runs)
-    return {name: round(statistics.median(values), 4) for name, values in times.items()}
+    times = host_times(calls, "cuda", runs, TURNS, warm_up=runs)
+    return {name: round(found["whole"] / 1e3, 4) for name, found in times.items()}
 
 
 def cnn() -> dict[str, Any]:
@@ -61,7 +50,7 @@ def cnn() -> dict[str, Any]:
     calls: Calls = {**steps, "mytorch captured": captured(mytorch_step(Device.CUDA))}
     times = milliseconds(calls, RUNS)
     speeds = {name: round(times["torch"] / times[name], 2) for name in calls if name != "torch"}
-    return {"milliseconds": times, "speed to torch eager": speeds}
+    return {"case": "training step of a CNN", "milliseconds": times, "speed": speeds}
 
 
 def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
@@ -101,19 +90,18 @@ def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
         direction: round(times[f"torch {direction}"] / times[f"mytorch {direction}"], 2)
         for direction in ("forward", "both")
     }
-    return {"shape": shape, "milliseconds": times, "speed": speeds}
+    name = "attention, B {}, T {}, H {}, D {}".format(*shape)
+    return {"case": name, "shape": list(shape), "milliseconds": times, "speed": speeds}
 
 
 def main(json_file: Annotated[Path | None, typer.Option("--json", help="where to save the figures")] = None) -> None:
     """Print the figures, and save them as JSON on request."""
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
-    result: dict[str, Any] = {"training step of a CNN": cnn(), "attention": [attention(shape) for shape in ATTENTION]}
-    result["environment"] = environment("python benchmarks/mytorch_gpu.py")
-    text = json.dumps(result, indent=1)
-    print(text)
-    if json_file:
-        json_file.write_text(text + "\n")
+    need_gpu()
+    run = Run("mytorch_gpu", json_file)
+    run.add(cnn())
+    for shape in ATTENTION:
+        run.add(attention(shape))
+    run.print_table()
 
 
 if __name__ == "__main__":

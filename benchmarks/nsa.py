@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from timing import environment, milliseconds, save, where_to_save
+from harness import Run, where_to_save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilewise.bench.timing import Clock, take_turns
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import launch
 from tilewise.ops.nsa.sizes import Sizes
@@ -80,7 +81,12 @@ def dense_calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Ten
     }
 
 
-def selected_row(tokens: int, heads: int, key_heads: int, kind: str) -> dict[str, object]:
+def milliseconds(clock: Clock, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Medians, the calls taking turns."""
+    return {name: round(times.median, 3) for name, times in take_turns(clock, calls).items()}
+
+
+def selected_row(clock: Clock, tokens: int, heads: int, key_heads: int, kind: str) -> dict[str, object]:
     """The selected branch alone, index work included, beside dense attention over the same tensors."""
     q, k, v, do = tensors(tokens, heads, key_heads)
     indices, scale = pattern(tokens, key_heads, kind), CHANNELS**-0.5
@@ -90,15 +96,17 @@ def selected_row(tokens: int, heads: int, key_heads: int, kind: str) -> dict[str
         "backward": lambda: launch.selected_backward(q, k, v, indices, o, lse, do, None, None, BLOCK, scale),
     }
     return {
+        "case": f"selected, T {tokens}, {heads} and {key_heads} heads, {kind}",
+        "kind": "selected",
         "tokens": tokens,
         "heads": heads,
         "key_heads": key_heads,
         "pattern": kind,
-        "milliseconds": milliseconds(calls),
+        "milliseconds": milliseconds(clock, calls),
     }
 
 
-def whole_row(tokens: int) -> dict[str, object]:
+def whole_row(clock: Clock, tokens: int) -> dict[str, object]:
     """All of native sparse attention with random inputs: public function, autograd, all three gates."""
     q, k, v, do = tensors(tokens, HEADS, KEY_HEADS)
     calls = dense_calls(q, k, v, do)
@@ -116,9 +124,15 @@ def whole_row(tokens: int) -> dict[str, object]:
     o = attend()
     wanted = [*leaves, *gates.values()]
     calls |= {"forward": attend, "backward": lambda: torch.autograd.grad(o, wanted, do, retain_graph=True)}
-    return {"tokens": tokens, "heads": HEADS, "key_heads": KEY_HEADS, "milliseconds": milliseconds(calls)} | memory(
-        attend, wanted, do
-    )
+    row = {
+        "case": f"whole, T {tokens}, {HEADS} and {KEY_HEADS} heads",
+        "kind": "whole",
+        "tokens": tokens,
+        "heads": HEADS,
+        "key_heads": KEY_HEADS,
+        "milliseconds": milliseconds(clock, calls),
+    }
+    return row | memory(attend, wanted, do)
 
 
 def memory(attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: torch.Tensor) -> dict[str, float]:
@@ -136,7 +150,7 @@ def memory(attend: Callable[[], torch.Tensor], wanted: list[torch.Tensor], do: t
     return {"forward_gb": round(forward / 1e9, 2), "backward_gb": round(backward / 1e9, 2)}
 
 
-def part_rows(tokens: int) -> dict[str, float]:
+def parts_row(clock: Clock, tokens: int) -> dict[str, object]:
     """Milliseconds of each part of the forward and the backward, at one length."""
     q, k, v, do = tensors(tokens, HEADS, KEY_HEADS)
     scale, compression = CHANNELS**-0.5, (SIZES.compress_size, SIZES.compress_stride)
@@ -147,7 +161,8 @@ def part_rows(tokens: int) -> dict[str, float]:
     near = flash.make_inputs(q, k, v, None, None, True, WINDOW - 1, 0, scale, 0.0)
     o_swa, lse_swa = flash.forward(near)
     gate = torch.rand(1, tokens, HEADS, device="cuda", dtype=torch.bfloat16)
-    return milliseconds(
+    times = milliseconds(
+        clock,
         {
             "compress": lambda: launch.compress(k, None, None, *compression),
             "compressed forward": lambda: launch.compressed_forward(q, k_cmp, v_cmp, None, None, *compression, scale),
@@ -163,8 +178,9 @@ def part_rows(tokens: int) -> dict[str, float]:
             ),
             "window backward": lambda: flash.backward(near, o_swa, lse_swa, do, None),
             "combine backward, one branch": lambda: launch.combine_backward(do, o, gate),
-        }
+        },
     )
+    return {"case": f"parts, T {tokens}", "kind": "parts", "tokens": tokens, "milliseconds": times}
 
 
 def overtakes(rows: list[dict], direction: str) -> float | None:
@@ -185,35 +201,23 @@ def overtakes(rows: list[dict], direction: str) -> float | None:
 
 def main() -> None:
     """Print tables, and save the figures as JSON on request."""
-    path = where_to_save(__doc__)
+    run = Run("nsa", where_to_save(__doc__), dtype="bf16")
+    clock = Clock(torch.device("cuda"))
     whole = []
     for tokens in LENGTHS:
-        whole.append(whole_row(tokens))
-        print(f"whole T {tokens}: {whole[-1]}", flush=True)
+        whole.append(whole_row(clock, tokens))
+        run.add(whole[-1])
         torch.cuda.empty_cache()
-    selected = []
     for tokens, heads, key_heads, kinds in SELECTED:
         for kind in kinds:
-            selected.append(selected_row(tokens, heads, key_heads, kind))
-            print(
-                f"selected T {tokens}, {heads} and {key_heads} heads, {kind}: {selected[-1]['milliseconds']}",
-                flush=True,
-            )
+            run.add(selected_row(clock, tokens, heads, key_heads, kind))
             torch.cuda.empty_cache()
-    parts = part_rows(LENGTHS[-1])
-    print(f"parts at T {LENGTHS[-1]}: {parts}", flush=True)
-    torch.cuda.empty_cache()
+    run.add(parts_row(clock, LENGTHS[-1]))
     beats = {direction: overtakes(whole, direction) for direction in ("forward", "backward")}
+    run.document["about"]["beats_dense_from"] = beats
+    run.save()
+    run.print_table()
     print(f"beats dense from T = {beats['forward']} forward, {beats['backward']} backward")
-    result = {
-        "environment": environment("python benchmarks/nsa.py"),
-        "unit": "ms, bf16",
-        "selected": selected,
-        "parts": parts,
-        "whole": whole,
-        "beats_dense_from": beats,
-    }
-    save(result, path)
 
 
 if __name__ == "__main__":

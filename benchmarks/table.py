@@ -1,9 +1,8 @@
 """Prints a saved result as the table that a page shows: python benchmarks/table.py benchmarks/results/flash-h200.json
 
-It takes the results of benchmarks/flash.py, host.py and cold.py.
+It takes what the scripts here and `tilewise bench` save.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 # No call may get slower by more than this.
 SLOWER = 1.03
+UNITS = ("milliseconds", "graph_milliseconds", "microseconds", "seconds", "mebibytes")
 
 
 def figures(row: dict[str, Any]) -> str:
@@ -21,14 +21,12 @@ def figures(row: dict[str, Any]) -> str:
 
 def flash_lines(document: Mapping[str, Any]) -> list[str]:
     """A row a shape and mask: TFLOP/s forward and backward, each with its ratio to cuDNN and to FlashAttention-2."""
-    rows = document["rows"]
+    rows = [row for row in document["rows"] if "direction" in row]
     columns = ["bf16"] + [f"{name} TFLOP/s | × cuDNN | × FA-2" for name in ("forward", "backward")]
-    lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
+    found = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
     for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-        name = "B {batch}, T {tokens}, H {heads}, D {channels}".format(**forward)
-        name += ", causal" if forward["causal"] else ""
-        lines.append(f"| {name} | {figures(forward)} | {figures(backward)} |")
-    return lines
+        found.append(f"| {forward['case']} | {figures(forward)} | {figures(backward)} |")
+    return found
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -108,9 +106,9 @@ def _missed(row: Mapping[str, Any]) -> Iterator[str]:
 
 def cold_lines(document: Mapping[str, Any]) -> list[str]:
     """A row an operator and version, and one for each start of several ranks."""
-    rows = [
+    starts = [
         [
-            row["operator"] + (f", {row['version']}" if row["version"] != "now" else ""),
+            _version(row),
             f"{row['cold']['step']:.1f}",
             f"{row['slowest']['seconds']:.1f} ({row['slowest']['kernel']})",
             f"≤ {row['asked']:.1f}",
@@ -120,36 +118,76 @@ def cold_lines(document: Mapping[str, Any]) -> list[str]:
             f"{row['full']['step']:.2f}",
         ]
         for row in document["rows"]
+        if "cold" in row
     ]
     columns = (
         "operator", "first forward + backward s", "slowest kernel s", "asked", "second call s", "kernels",
         "modules imported in calls", "first with a full cache s",
     )  # fmt: skip
-    lines = markdown(columns, rows) if rows else []
+    found = markdown(columns, starts) if starts else []
     ranks = [
         [
-            row["operator"] + (f", {row['version']}" if row["version"] != "now" else ""),
+            _version(row),
             str(row["ranks"]),
-            f"{row['seconds']:.1f}",
+            f"{row['seconds']['last']:.1f}",
             str(row["variants"]),
             str(row["compiled"]),
             str(row["most"]),
         ]
-        for row in document.get("ranks", [])
+        for row in document["rows"]
+        if "ranks" in row
     ]
     if ranks:
         columns = ("operator", "ranks", "s until all are done", "kernels", "compilations", "most of one kernel")
-        lines += [*([""] if lines else []), *markdown(columns, ranks)]
-    return lines
+        found += [*([""] if found else []), *markdown(columns, ranks)]
+    return found
+
+
+def _version(row: Mapping[str, Any]) -> str:
+    return row["case"] + (f", {row['version']}" if row["version"] != "now" else "")
+
+
+def plain_lines(document: Mapping[str, Any]) -> list[str]:
+    """Any other document: a table for each unit and set of contenders, a row a case."""
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
+    for case, unit, figures in _measured(document):
+        tables.setdefault((unit, *figures), []).append([case, *map(str, figures.values())])
+    found: list[str] = []
+    for columns, rows in tables.items():
+        found += [*([""] if found else []), *markdown(columns, rows)]
+    return found
+
+
+def _measured(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Case, unit, and figures by contender."""
+    if "operator" in document:
+        medians: dict[str, dict[str, float]] = {}
+        for row in document["rows"]:
+            if row["times"]:
+                found = medians.setdefault(f"{row['case']}, {row['mode']}", {})
+                found[row["implementation"]] = round(row["times"]["median"], 3)
+        for case, figures in medians.items():
+            yield case, "milliseconds", figures
+        return
+    for row in document["rows"]:
+        for unit in UNITS:
+            if unit in row:
+                yield row["case"], unit, row[unit]
 
 
 LINES = {"flash": flash_lines, "host": host_lines, "cold": cold_lines}
 
 
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """The table of a document, by the script that saved it."""
+    return LINES.get(document.get("benchmark", ""), plain_lines)(document)
+
+
 def table(path: Path) -> str:
-    """The table of a result, by the benchmark that saved it."""
-    document = json.loads(path.read_text())
-    return "\n".join(LINES[document.get("kind", "flash")](document))
+    """The table of a saved document."""
+    from tilewise.bench.saved import load
+
+    return "\n".join(lines(load(path)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ shift reaches its output. The tiles that a kernel visits come from its simulatio
 """
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tilewise.bench.json_report import from_json
 from tilewise.bench.plot import plot
+from tilewise.bench.saved import from_json, load
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.flash import simulate
@@ -354,7 +353,7 @@ def draw_bsa() -> Figure:
 
 def draw_bench(name: str) -> Figure:
     """Speed over length, as `tilewise bench` saved it."""
-    figure = plot(from_json(json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))))
+    figure = plot(from_json(load(RESULTS / f"{name}-h200.json")))
     assert figure is not None
     return figure
 

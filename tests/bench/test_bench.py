@@ -10,14 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import cli, workbench
-from tilewise.bench import ceiling
+from tilewise.bench import command
 from tilewise.bench.baseline import Call, CannotRunError, floating_leaves
-from tilewise.bench.ceiling import Ceiling
-from tilewise.bench.contender import OURS, Contender, contenders, own_implementation
-from tilewise.bench.result import Verified
+from tilewise.bench.contender import OURS, Contender, contenders, own_implementation, verify_case
+from tilewise.bench.result import Ceiling, Verified
 from tilewise.bench.run import Bench
 from tilewise.bench.timing import Clock
-from tilewise.bench.verified import verify_case
 from tilewise.verify.fill import make_fill
 from tilewise.verify.result import Implementation, Result
 from tilewise.verify.suite import Case
@@ -41,7 +39,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def known_ceiling(monkeypatch):
     """A large product takes long beside other tests."""
-    monkeypatch.setattr(ceiling, "measure", lambda *arguments: Ceiling(0.5, 50.0, "float32"))
+    monkeypatch.setattr(command, "measure_ceiling", lambda *arguments: Ceiling(0.5, 50.0, "float32"))
 
 
 @pytest.fixture

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.ceiling import Ceiling
-from tilewise.bench.compare import Change, changes, check_same, load, parse_tolerance
-from tilewise.bench.json_report import as_json, from_json
+from tilewise.bench.contender import shorter
+from tilewise.bench.pairs import Work
 from tilewise.bench.plot import draw, plot
-from tilewise.bench.result import Report, Row, Verified, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.bench.result import Ceiling, Report, Row, Verified, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.bench.saved import Change, as_json, changes, check_same, from_json, load, parse_tolerance
 from tilewise.bench.text import change_lines, summary_lines
 from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
-from tilewise.bench.verified import shorter
-from tilewise.bench.work import Work
 from tilewise.workbench.flash.cases import Flash
 from tilewise.workbench.hstu.cases import Hstu
 from tilewise.workbench.operator import UsageError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.bench import timing
-from tilewise.bench.timing import Clock
+from tilewise.bench.timing import TURNS, Clock, graph_milliseconds, take_turns
 
 # Milliseconds of the fake device: emptying the cache, launching from the host, and its wait for the device.
 FLUSH, LAUNCH, WAIT = 0.1, 0.004, 0.008
@@ -143,6 +143,41 @@ def test_a_call_that_waits_for_its_result_is_not_taken_for_one(device):
         device.synchronize()
 
     assert not Clock(torch.device("cuda")).uses_other_streams([call])
+
+
+def test_contenders_take_turns(device):
+    seen = []
+
+    def contender(name, milliseconds):
+        def call():
+            seen.append(name)
+            device.launch(milliseconds)
+
+        return call
+
+    # A tenth of a second is 20 runs of 5 ms, four a turn, and 10 of 10 ms, two a turn.
+    calls = {"a": contender("a", 5.0), "b": contender("b", 10.0)}
+    found = take_turns(Clock(torch.device("cuda")), calls, seconds=0.1)
+    assert {name: (times.count, round(times.median, 6)) for name, times in found.items()} == {
+        "a": (20, 5.0),
+        "b": (10, 10.0),
+    }
+    assert seen[-6 * TURNS :] == [*"aaaabb"] * TURNS
+
+
+def test_a_graph_is_timed_by_the_call(device, monkeypatch):
+    """A graph of so many calls that emptying the cache before it does not count."""
+    captures = []
+
+    def capture(step, count, stream):
+        captures.append((count, stream))
+        return lambda: [step() for _ in range(count)]
+
+    monkeypatch.setattr(timing, "_warm_stream", lambda step: "side")
+    monkeypatch.setattr(timing, "_capture", capture)
+    assert graph_milliseconds(Clock(torch.device("cuda")), lambda: device.launch(0.5)) == pytest.approx(0.5)
+    # One for an estimate, and as many as take 20 ms.
+    assert captures == [(1, "side"), (40, "side")]
 
 
 def test_all_streams_that_torch_gives_out_are_known(device):

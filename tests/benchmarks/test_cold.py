@@ -12,6 +12,13 @@ import cold
 import cold_child
 import pytest
 import table
+import triton
+from harness import Run
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tilewise.bench.saved import load
 
 
 def event(kernel, seconds, hash="a", loaded=False, at=0.0):
@@ -49,7 +56,7 @@ def test_the_first_kernel_is_not_the_operators(tmp_path):
     lines = [json.dumps(event(cold.FIRST, 9.0)), json.dumps(event("fwd", 1.0))]
     (tmp_path / "1.jsonl").write_text("\n".join(lines))
     assert [one["kernel"] for one in cold.compilations(tmp_path)] == ["fwd"]
-    assert f"def {cold.FIRST}(" in (cold.HERE / "cold_first.py").read_text()
+    assert f"def {cold.FIRST}(" in (cold.HERE / "cold_child.py").read_text()
 
 
 def test_what_is_made_of_the_log():
@@ -110,7 +117,7 @@ def test_an_operator_takes_three_processes(children, tmp_path):
     assert row["cold"] == seconds | {"imported": 4, "imported_from": {"torch.fx": 3, "sympy": 1}}
     assert (row["variants"], row["compiled_after_the_first_step"], row["compiled_with_a_full_cache"]) == (3, 0, 0)
     assert row["asked"] == 7.55
-    lines = table.cold_lines({"rows": [row]})
+    lines = table.lines({"benchmark": "cold", "rows": [row]})
     assert lines[0].startswith("| operator | first forward + backward s | slowest kernel s | asked |")
     assert lines[2] == "| flash | 4.0 | 3.5 (fwd) | ≤ 7.5 | 0.25 | 3 | 4 | 4.00 |"
 
@@ -121,8 +128,9 @@ def test_ranks_start_together_and_share_a_cache(children, tmp_path):
     assert [environment["LOCAL_RANK"] for _, environment, _ in children] == ["0", "1"]
     assert {environment["LOCAL_WORLD_SIZE"] for _, environment, _ in children} == {"2"}
     assert (tmp_path / "meeting" / "go").exists()
-    assert (row["seconds"], row["each"], row["variants"], row["compiled"], row["most"]) == (4.0, [4.0, 4.0], 3, 3, 1)
-    lines = table.cold_lines({"rows": [], "ranks": [row]})
+    assert row["seconds"] == {"last": 4.0, "rank 0": 4.0, "rank 1": 4.0}
+    assert (row["variants"], row["compiled"], row["most"]) == (3, 3, 1)
+    lines = table.lines({"benchmark": "cold", "rows": [row]})
     assert lines[0] == "| operator | ranks | s until all are done | kernels | compilations | most of one kernel |"
     assert lines[2] == "| hstu, before | 2 | 4.0 | 3 | 3 | 1 |"
 
@@ -172,5 +180,36 @@ def test_a_child_that_fails_is_an_error(code, message):
 
 
 def test_the_command_names_no_folder():
-    given = Namespace(only=["nsa"], ranks=8, compare=Path("/somewhere/src"))
-    assert cold.command(given) == "python benchmarks/cold.py --only nsa --ranks 8 --compare SRC"
+    given = Namespace(only=["nsa"], ranks=8, compare=Path("/somewhere/src"), json=None)
+    run = Run("cold", None, cold.words(given))
+    assert run.document["command"] == "python benchmarks/cold.py --only nsa --ranks 8 --compare SRC"
+
+
+def test_a_start_that_fails_is_a_row_and_the_exit_code(monkeypatch, tmp_path, capsys):
+    def row(operator, version, source, folder):
+        if operator == "nsa":
+            raise RuntimeError("a child ended with code 4")
+        return {"case": operator, "version": version}
+
+    monkeypatch.setattr(cold, "operator_row", row)
+    path = tmp_path / "cold.json"
+    document = cold.run(Namespace(only=["flash", "nsa"], ranks=None, compare=None, json=path))
+    assert document["rows"][1] == {"case": "nsa", "version": "now", "error": "a child ended with code 4"}
+    assert load(path) == document
+    assert "failed: a child ended with code 4" in capsys.readouterr().out
+
+
+def test_the_first_kernel_compiles(monkeypatch):
+    """Defined inside a function, where Triton must still find its language."""
+    found = []
+    monkeypatch.setattr("triton.jit", lambda function: found.append(JITFunction(function)) or Launched())
+    monkeypatch.setattr("torch.empty", lambda *_, **__: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    cold_child.compile_first()
+    source = ASTSource(found[0], {"pointer": "*i32"}, {})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).name == cold.FIRST
+
+
+class Launched:
+    def __getitem__(self, grid):
+        return lambda *_: None

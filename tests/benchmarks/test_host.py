@@ -11,14 +11,16 @@ from pathlib import Path
 
 import host
 import pytest
-import rounds
 import table
 import torch
+from host import Compilations, Local, Remote, measure, rounds_of, serve
 from host_cases import (
     LENGTHS,
     NEW_SHAPES,
     PACKED,
     SHORT,
+    Case,
+    Compared,
     cases,
     flash,
     new_lengths,
@@ -28,7 +30,9 @@ from host_cases import (
     packed_calls,
     sdpa,
 )
-from rounds import Case, Compared, Compilations, Local, Remote, Varied, batch, measure, rounds_of, serve, time_batch
+
+from tilewise.bench import timing
+from tilewise.bench.timing import Varied, batch, host_times, time_batch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -40,7 +44,7 @@ def ticking(monkeypatch):
     class Clock:
         now = 0.0
 
-    monkeypatch.setattr(rounds.time, "perf_counter", lambda: Clock.now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: Clock.now)
     return Clock
 
 
@@ -85,12 +89,28 @@ def test_contenders_take_turns_with_the_collector_off():
     row = measure(case(calls, grad=False), {"now": Local({"a case": case(calls, grad=False)}, "cpu")}, 2, 3)
     timed = [name for name, collecting, _ in seen if not collecting]
     assert timed == ["ours", "ours", "other", "other"] * 3
-    assert len(seen) - len(timed) == 2 * rounds.WARM_UP
+    assert len(seen) - len(timed) == 2 * timing.HOST_WARM_UP
     assert not any(grad for *_, grad in seen)
     assert gc.isenabled()
     assert (row["rounds"], row["calls"]) == (3, 2)
     assert row["kernels"] == {"now": {name: {"compiled": 0, "loaded": 0} for name in calls}}
     assert "errors" not in row
+
+
+def test_host_times_of_calls_in_turn(ticking):
+    seen = []
+
+    def contender(name, seconds):
+        def call():
+            ticking.now += seconds
+            seen.append((name, gc.isenabled()))
+
+        return call
+
+    found = host_times({"a": contender("a", 2e-6), "b": contender("b", 3e-6)}, "cpu", count=2, rounds=3, warm_up=1)
+    assert seen == [("a", True), ("b", True), *[(name, False) for name in "aabb"] * 3]
+    assert {name: (one["host"], one["whole"]) for name, one in found.items()} == {"a": (2.0, 2.0), "b": (3.0, 3.0)}
+    assert gc.isenabled()
 
 
 class Given:
@@ -118,8 +138,8 @@ def test_versions_take_turns_and_medians_count():
     assert seen == [("now", "a case", 200), ("before", "a case", 200), *turns]
     assert row["microseconds"]["now"]["ours"]["host"] == 3.0
     assert row["microseconds"]["before"]["ours"] == {"host": 6.0, "whole": 9.0, "host_low": 5.0, "host_high": 7.0}
-    document = json.loads(json.dumps({"kind": "host", "rows": [row]}))
-    assert table.host_lines(document) == [
+    document = json.loads(json.dumps({"benchmark": "host", "rows": [row]}))
+    assert table.lines(document) == [
         "| case | ours µs | beside | its µs | ratio | asked | before µs | now / before |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| a case | 3.0 | other | 4.0 | 0.75 | ≤ 1.50 | 6.0 | 0.50 |",
@@ -155,7 +175,7 @@ def test_a_session_is_served_line_by_line():
     serve(Local({"a case": case(calls)}, "cpu"), io.StringIO("".join(json.dumps(x) + "\n" for x in asked)), answers)
     opened, once, closed, unknown = map(json.loads, answers.getvalue().splitlines())
     assert opened == {"value": None}
-    assert len(once["value"]["ours"]) == len(rounds.CLOCKS)
+    assert len(once["value"]["ours"]) == len(timing.CLOCKS)
     assert closed == {"value": {"ours": {"compiled": 0, "loaded": 0}}}
     assert unknown["error"].startswith("KeyError")
 
@@ -164,7 +184,7 @@ def test_another_process_answers(tmp_path):
     script = tmp_path / "server.py"
     script.write_text(
         "import os, sys\n"
-        "from rounds import own_stdout, serve\n"
+        "from host import own_stdout, serve\n"
         "answers = own_stdout()\n"
         "print('this goes elsewhere')\n"
         "class Session:\n"
@@ -179,6 +199,31 @@ def test_another_process_answers(tmp_path):
     with pytest.raises(RuntimeError, match="ended with code 3"):
         remote.close()
     remote.end()
+
+
+def test_another_version_is_timed_by_this_ones_timer(tmp_path):
+    """Its own may lack what the cases import, or measure otherwise."""
+    folder = tmp_path / "tilewise" / "bench"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").write_text("")
+    (folder / "timing.py").write_text("raise SystemExit('the other version is asked')")
+    code = (
+        "from harness import TIMER, pin_timer\n"
+        "pin_timer()\n"
+        "import tilewise\n"
+        "from tilewise.bench import timing\n"
+        "from tilewise.bench.timing import Varied, time_batch\n"
+        "from host import Local\n"
+        "local = Local({}, 'cpu')\n"
+        "assert local._timing is timing and timing.__file__ == str(TIMER)\n"
+        "print(tilewise.__file__)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(BENCHMARKS)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.stdout.strip() == str(tmp_path / "tilewise" / "__init__.py"), done.stderr
 
 
 def test_compiled_and_loaded_kernels_are_counted_apart():
@@ -257,7 +302,7 @@ def test_every_case_has_what_it_compares():
     assert sum(one.compiles_nothing for one in found.values()) == 2 * len(PACKED)
     assert all(one.calls * one.rounds == NEW_SHAPES for one in found.values() if one.compiles_nothing)
     assert {one.grad for name, one in found.items() if name.endswith(", forward")} == {False}
-    assert {one.clock for one in found.values()} <= set(rounds.CLOCKS)
+    assert {one.clock for one in found.values()} <= set(timing.CLOCKS)
 
 
 @pytest.mark.parametrize("name", ["flash, T 128, forward", "hstu, 4 sequences, 512 tokens, forward"])

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from pages import CONTRASTS, Balanced, assert_stands_alone
 
-from tilewise.bench.json_report import from_json
+from tilewise.bench.saved import from_json, load
 from tilewise.report.bench import render_html
 
 SAVED = Path(__file__).parents[2] / "benchmarks" / "results" / "bench-nsa-h200.json"
@@ -21,7 +21,7 @@ EVIL = "<script>alert('x')</script>\"&"
 
 @cache
 def document():
-    return json.loads(SAVED.read_text())
+    return load(SAVED)
 
 
 @cache

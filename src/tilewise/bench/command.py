@@ -6,21 +6,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import doctor, workbench
-from tilewise.bench import ceiling
-from tilewise.bench.compare import changes, check_same, load, other_device, parse_tolerance
-from tilewise.bench.contender import contenders, own_implementation
-from tilewise.bench.json_report import as_json
+from tilewise.bench.contender import contenders, own_implementation, verify_case
 from tilewise.bench.result import MODES, Report, Verified
-from tilewise.bench.run import Bench
+from tilewise.bench.run import Bench, busy, measure_ceiling
+from tilewise.bench.saved import as_json, changes, check_same, load, other_device, parse_tolerance
 from tilewise.bench.text import case_lines, change_lines, summary_lines, table
 from tilewise.bench.timing import Clock
-from tilewise.bench.verified import verify_case
 from tilewise.environment import environment
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
@@ -64,17 +62,15 @@ def run_request(request: Request, console: Console) -> bool:
     dtype, device = request.dtype or ("bf16" if own.device == "cuda" else "fp32"), torch.device(own.device)
     _check(request, dtype)
     tolerance = parse_tolerance(request.tolerance)
-    earlier = load(request.compare) if request.compare else None
-    if earlier is not None:
-        check_same(operator.name, dtype, earlier)
+    earlier = _earlier(request.compare, operator.name, dtype) if request.compare else None
     cases = find_cases(operator, timed, request, own.device)
     everyone = contenders(operator, timed, request.impls, request.baselines, DTYPES[dtype], own)
     modes = [mode for mode in MODES if mode in request.modes]
     clock = Clock(device)
     # Before anything of this run is on the GPU.
     findings = doctor.as_json()
-    peak = ceiling.measure(device, DTYPES[dtype], clock)
-    with ceiling.busy(device):
+    peak = measure_ceiling(device, DTYPES[dtype], clock)
+    with busy(device):
         made_with = environment() | ({} if own.device == "cuda" else {"device": f"{platform.machine()} CPU"})
     about, dense = {one.name: one.about for one in everyone}, [one.name for one in everyone if one.dense]
     report = Report(operator.name, dtype, everyone[0].name, dense, request.unverified, peak, about)
@@ -111,6 +107,16 @@ def run_request(request: Request, console: Console) -> bool:
     for line in change_lines(compared, tolerance):
         _say(console, line)
     return report.complete and bool(compared) and not any(change.regressed(tolerance) for change in compared)
+
+
+def _earlier(path: Path, operator: str, dtype: str) -> dict[str, Any]:
+    """The run to compare with; a UsageError where it is none of this operator in this dtype."""
+    try:
+        document = load(path)
+    except UsageError as error:
+        raise UsageError(f"--compare {error}") from None
+    check_same(operator, dtype, document)
+    return document
 
 
 def find_cases(operator: Operator, timed: Benchmark, request: Request, device: str) -> list[Case]:

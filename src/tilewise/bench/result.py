@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tilewise.bench.ceiling import Ceiling
 from tilewise.bench.timing import Times
 
 MODES = ("fwd", "bwd", "fwd+bwd")
@@ -67,6 +66,17 @@ class Row:
     def gbps(self) -> float:
         """By the median."""
         return self.bytes / self.times.median / 1e6 if self.times else 0.0
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the machine did in the same run: TFLOP/s of a large product in `dtype`, and GB/s of a large copy, bytes read
+    and bytes written both counted; the best of several tries.
+    """
+
+    tflops: float
+    gbps: float
+    dtype: str
 
 
 @dataclass

@@ -1,8 +1,10 @@
-"""Times implementations on one case, taking turns."""
+"""Times implementations on one case, taking turns, and what the machine can do at all."""
 
 import contextlib
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,11 +13,10 @@ from typing import NamedTuple
 import torch
 
 from tilewise.bench.baseline import Call, CannotRunError
-from tilewise.bench.contender import OURS, Contender
-from tilewise.bench.result import Row, Verified
-from tilewise.bench.timing import TURNS, Clock, Times, in_turns, runs_that_fit, summarise
-from tilewise.bench.verified import written
-from tilewise.bench.work import Work, bytes_of
+from tilewise.bench.contender import OURS, Contender, written
+from tilewise.bench.pairs import Work, bytes_of
+from tilewise.bench.result import Ceiling, Row, Verified
+from tilewise.bench.timing import TURNS, Clock, Entry, Times
 from tilewise.verify.evaluate import evaluate
 from tilewise.verify.memory import peak_memory
 from tilewise.verify.problem import Problem, Tensors, place
@@ -27,8 +28,10 @@ ROTATED_BYTES = 256 << 20
 # How far two right implementations may be apart, of the output's norm.
 MOST_APART = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SEED = 42
-
-Runs = list[Callable[[], object]]
+# Rows and columns of the product, bytes of the copy, and how often each is tried.
+MATRIX = {"cuda": 8192, "cpu": 2048}
+COPIED = {"cuda": 1 << 30, "cpu": 256 << 20}
+TRIES = 10
 
 
 class _Measured(NamedTuple):
@@ -172,27 +175,21 @@ class Bench:
 
     def _take_turns(self, mode: str, calls: dict[str, list[Call]], reasons: dict[str, str]) -> dict[str, _Measured]:
         """Warm up, then time in turns. Graphs live as long as this."""
-        runs: dict[str, Runs] = {}
         memory: dict[str, tuple[int, int]] = {}
-        counts: dict[str, int] = {}
-        spread: dict[str, bool] = {}
+        entries: dict[str, Entry] = {}
         for name in list(calls):
             with self._noted(name, calls, reasons, mode):
                 # One graph of a backward may take as much memory as all the rest.
-                runs[name] = [_run(call, mode) for call in (calls[name][:1] if mode == "bwd" else calls[name])]
-                # The first runs compile; the last tells how often there is time for.
-                self.clock.run(runs[name], max(1, self.warmup))
-                memory[name] = self._memory(runs[name][0])
-                spread[name] = self.clock.uses_other_streams(runs[name])
-                once = self.clock.run(runs[name], 1, all_streams=spread[name])[0]
-                counts[name] = runs_that_fit(self.iterations, once)
-        samples: dict[str, list[float]] = {name: [] for name in calls}
+                runs = [_run(call, mode) for call in (calls[name][:1] if mode == "bwd" else calls[name])]
+                # The first runs compile.
+                self.clock.run(runs, max(1, self.warmup))
+                memory[name] = self._memory(runs[0])
+                entries[name] = Entry(self.clock, runs, self.iterations)
         for turn in range(TURNS):
             for name in list(calls):
                 with self._noted(name, calls, reasons, mode):
-                    count, done = in_turns(counts[name])[turn], len(samples[name])
-                    samples[name] += self.clock.run(runs[name], count, done, spread[name])
-        return {name: _Measured(summarise(samples[name]), *memory[name]) for name in calls}
+                    entries[name].take_turn(turn)
+        return {name: _Measured(entries[name].times, *memory[name]) for name in calls}
 
     def _memory(self, call: Callable[[], object]) -> tuple[int, int]:
         """Bytes at the peak of one run beyond what was there: allocated, and reserved by the allocator for it."""
@@ -233,3 +230,48 @@ def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     return text if isinstance(error, CannotRunError) else f"{type(error).__name__}: {text}"
+
+
+def measure_ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
+    """On a CPU the product is fp32's, in which its backends compute."""
+    dtype = dtype if device.type == "cuda" else torch.float32
+    size = MATRIX[device.type]
+    # Random numbers: zeros draw less power, and run faster.
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.randint(-128, 128, (COPIED[device.type],), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+
+    def best(call: object) -> float:
+        assert callable(call)
+        clock.run([call], 3)
+        return min(clock.run([call], TRIES))
+
+    return Ceiling(
+        2 * size**3 / best(lambda: torch.matmul(a, b, out=product)) / 1e9,
+        2 * source.numel() / best(lambda: target.copy_(source)) / 1e6,
+        str(dtype).removeprefix("torch."),
+    )
+
+
+@contextlib.contextmanager
+def busy(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU is at work, so that the clocks it is asked for are those it runs at."""
+    ended = threading.Event()
+
+    def work() -> None:
+        a = torch.randn(MATRIX["cuda"], MATRIX["cuda"], device=device, dtype=torch.bfloat16)
+        product = torch.empty_like(a)
+        while not ended.is_set():
+            torch.matmul(a, a, out=product)
+            torch.cuda.synchronize(device)
+
+    worker = threading.Thread(target=work)
+    if device.type == "cuda":
+        worker.start()
+        # Long enough for clocks to rise.
+        time.sleep(0.5)
+    yield
+    ended.set()
+    if device.type == "cuda":
+        worker.join()

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from tilewise.bench.compare import Change
 from tilewise.bench.result import Report, Row, as_ratio, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.bench.saved import Change
 
 # Few and narrow, for a terminal of 80 columns; reports hold the rest.
 COLUMNS = ("mode", "implementation", "median", "± ms", "TFLOP/s", "peak", "GB/s", "peak", "MB", "×")

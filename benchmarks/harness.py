@@ -1,0 +1,75 @@
+"""What the scripts here share: the command line, and the document that a run is saved as.
+
+Times are taken by tilewise.bench.timing, documents are those of tilewise.bench.saved, and table.py prints them.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from table import lines
+
+TIMER = Path(__file__).resolve().parents[1] / "src" / "tilewise" / "bench" / "timing.py"
+
+
+def where_to_save(about: str | None) -> Path | None:
+    """What the command line says of --json; ends the program where there is no GPU."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    path: Path | None = parser.parse_args().json
+    need_gpu()
+    return path
+
+
+def need_gpu() -> None:
+    """Ends the program where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+
+
+def pin_timer() -> None:
+    """From now on `tilewise.bench.timing` is this checkout's: under --compare `tilewise` is another version, and both
+    must be timed alike.
+    """
+    spec = importlib.util.spec_from_file_location("tilewise.bench.timing", TIMER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+class Run:
+    """A run's document. What was measured is saved at once, whatever comes after it."""
+
+    def __init__(
+        self, benchmark: str, path: Path | None, words: str = "", environment: Any = None, **about: Any
+    ) -> None:
+        from tilewise.bench.saved import script_document
+        from tilewise.environment import environment as current
+
+        command = f"python benchmarks/{benchmark}.py {words}".strip()
+        self.document = script_document(benchmark, command, {**current(), **(environment or {})}, about)
+        self._path = path
+
+    def add(self, row: dict[str, Any], show: bool = True) -> None:
+        """One more row, on the screen too."""
+        self.document["rows"].append(row)
+        if show:
+            print(", ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """As JSON, where that was asked for."""
+        if self._path:
+            from tilewise.bench.saved import as_text
+
+            self._path.write_text(as_text(self.document) + "\n", encoding="utf-8")
+
+    def print_table(self) -> None:
+        """As table.py prints the saved document."""
+        print("\n".join(lines(self.document)))

@@ -1,0 +1,111 @@
+"""The scripts that time whole operators, at their shortest and on the CPU; and the documents that were saved before."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import flash
+import flash_layouts
+import harness
+import hstu
+import pytest
+import table
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilewise.bench.saved import load
+from tilewise.bench.timing import Clock
+
+jsonschema = pytest.importorskip("jsonschema")
+SCHEMA = json.loads(files("tilewise.bench").joinpath("report.schema.json").read_text())
+RESULTS = sorted((Path(harness.__file__).parent / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_saved_results_are_documents_with_a_table(path):
+    document = load(path)
+    jsonschema.validate(document, SCHEMA)
+    header, rule, *rows = table.table(path).splitlines()
+    assert header.startswith("| ")
+    assert set(rule) == set("|- ") or set(rule) == set("|-")
+    assert len(rows) >= 1
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Tensors for a GPU are made on the CPU."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = {**(options or {})}
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return function(*arguments, **options)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
+    monkeypatch.setattr(harness, "need_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for script in (flash, flash_layouts, hstu):
+        monkeypatch.setattr(script, "Clock", lambda device: Clock(torch.device("cpu")))
+        if hasattr(script, "take_turns"):
+            brief = script.take_turns
+            monkeypatch.setattr(script, "take_turns", lambda *given, brief=brief: brief(*given, seconds=0.0))
+    monkeypatch.setattr(flash, "host_times", lambda calls, *_, **__: {name: {"host": 1.26} for name in calls})
+    monkeypatch.setattr(hstu, "graph_milliseconds", lambda clock, step: clock.run([step], 1)[0])
+    with OnTheCpu():
+        yield
+
+
+def run(script, monkeypatch, tmp_path, capsys):
+    """The document that the script saves, and the table that it ends with."""
+    path = tmp_path / "figures.json"
+    monkeypatch.setattr("sys.argv", [script.__name__, "--json", str(path)])
+    script.main()
+    document = load(path)
+    jsonschema.validate(document, SCHEMA)
+    name = Path(script.__file__).stem
+    assert (document["benchmark"], document["command"]) == (name, f"python benchmarks/{name}.py")
+    assert document["environment"]["torch"] in torch.__version__
+    assert capsys.readouterr().out.endswith(table.table(path) + "\n")
+    return document
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_flash(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(flash, "SHAPES", ((1, 64, 2, 32),))
+    *rows, overhead = run(flash, monkeypatch, tmp_path, capsys)["rows"]
+    assert [(row["case"], row["direction"]) for row in rows] == [
+        (f"B 1, T 64, H 2, D 32{mask}", direction) for mask in ("", ", causal") for direction in ("forward", "backward")
+    ]
+    assert {name for row in rows for name in row["milliseconds"]} >= {"tilewise", "tilewise free"}
+    assert overhead["microseconds"] == {"inference": 1.3, "training": 1.3}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_flash_layouts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(flash_layouts, "WIDTHS", ((8, 32),))
+    monkeypatch.setattr(flash_layouts, "LONGEST", 8)
+    monkeypatch.setattr(flash_layouts, "BATCHES", ((2, 16),))
+    document = run(flash_layouts, monkeypatch, tmp_path, capsys)
+    assert len(document["about"]["lengths"]) == flash_layouts.SEQUENCES
+    assert [sorted(row["milliseconds"]) for row in document["rows"]] == [["equal", "groups", "unequal"]] * 4 + [
+        ["equal", "groups"]
+    ] * 4
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_hstu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(hstu, "DENSE", ((2, 64, 2, 16, 16),))
+    monkeypatch.setattr(hstu, "SPARSE", ((1, 64, 4, 16, 32),))
+    full, jagged, sparse = run(hstu, monkeypatch, tmp_path, capsys)["rows"]
+    assert (full["kind"], full["lengths"], jagged["lengths"], sparse["kind"]) == (
+        "dense",
+        "full",
+        "jagged",
+        "block-sparse",
+    )
+    assert "torch step" in full["milliseconds"]
+    assert list(jagged["milliseconds"]) == ["dense forward", "dense backward", "dense step"]
+    assert set(sparse["graph_milliseconds"]) == set(sparse["milliseconds"])
+    assert set(full["tflops"]) == set(full["graph_tflops"]) == {"forward", "backward"}
