@@ -103,7 +103,7 @@ with tilewise.explaining_on("sm_90"):
 
 if who == "tilewise" and "triton" not in backends:
     # Kernels that are compiled, not interpreted.
-    from tilewise.inspect import flash as inspected
+    from tilewise.workbench.flash import inspect as inspected
 
     found = inspected.defaults(90, torch.bfloat16)
     print("inspected:", sorted({one.name for one in found}))

@@ -1,6 +1,6 @@
 """Compiles what an operator launches, each kernel once in each direction, and prints as JSON what became of it.
 
-`compile_every_kernel.py ARCHITECTURE OPERATOR...`: of `allowances.OPERATORS`, or `probe`. Narrow problems come first
+`compile_every_kernel.py ARCHITECTURE OPERATOR...`: of `allowances.operators()`, or `probe`. Narrow problems come first
 there, so these are the quickest to compile. What several operators launch is compiled for the first of them.
 """
 

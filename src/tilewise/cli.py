@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilewise import interpreter
+from tilewise import interpreter, workbench
 from tilewise.workbench.operator import UsageError
 
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
@@ -358,8 +358,8 @@ def inspect(
 
     Exit code 1: --check or --audit failed, 2: usage.
     """
-    from tilewise.inspect.audit import PARTS, print_audit
     from tilewise.inspect.audit import audit as audit_operators
+    from tilewise.inspect.audit import print_audit
     from tilewise.inspect.command import Request, run_inspect
 
     console = _console()
@@ -368,7 +368,7 @@ def inspect(
         if audit:
             if any((impl, arch, config, direction, sass, diff, json, check, update)):
                 raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
-            passed = print_audit(audit_operators([operator] if operator else list(PARTS)), console)
+            passed = print_audit(audit_operators([operator] if operator else workbench.names("audit")), console)
         else:
             passed = run_inspect(
                 Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command),

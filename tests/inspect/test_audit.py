@@ -1,5 +1,6 @@
 """The audit passes our kernels at sizes that no machine holds, and catches offsets that do not fit 32 bits."""
 
+import dataclasses
 import io
 import json
 import os
@@ -130,7 +131,7 @@ def test_limits_of_grids_and_descriptors():
 
 
 def test_every_operator_has_an_audit():
-    assert list(audit.PARTS) == workbench.names("suite")
+    assert workbench.names("audit") == workbench.names("suite")
     with pytest.raises(UsageError, match="there is no operator 'flush': expected one of flash"):
         audit.audit(["flush"])
 
@@ -153,28 +154,33 @@ def test_the_command_audits_and_says_by_its_exit_code_what_came_of_it(monkeypatc
     )
     assert CliRunner().invoke(cli.app, ["inspect", "flash", "--audit"]).exit_code == code
     assert CliRunner().invoke(cli.app, ["inspect", "--audit"]).exit_code == code
-    assert asked == ["flash", *audit.PARTS]
+    assert asked == ["flash", *workbench.names("audit")]
 
 
 def planted(part, module, old, new):
-    return run(str(Path(__file__).parent / "audit_planted.py"), part, module, old, new)
+    return run(str(Path(__file__).parent / "audit_planted.py"), f"tilewise.workbench.{part}", module, old, new)
 
 
-# The part, the module under tilewise.ops, and what loses its 64 bits.
+# The part under tilewise.workbench, the module under tilewise.ops, and what loses its 64 bits.
 PLANTED = [
-    ("combine", "nsa.kernels_combine", "tl.program_id(0).to(tl.int64) * BLOCK_R", "tl.program_id(0) * BLOCK_R"),
-    ("flash", "_device.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
-    ("hstu", "_device.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
     (
-        "compressed",
+        "nsa.audit:combine",
+        "nsa.kernels_combine",
+        "tl.program_id(0).to(tl.int64) * BLOCK_R",
+        "tl.program_id(0) * BLOCK_R",
+    ),
+    ("flash.audit:cases", "_device.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
+    ("hstu.audit:cases", "_device.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
+    (
+        "nsa.audit:compressed",
         "nsa.kernels_compress",
         "(start + o_c * STRIDE).to(tl.int64)[:, None]",
         "(start + o_c * STRIDE)[:, None]",
     ),
-    ("choose", "nsa.kernels_choose", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
-    ("selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
-    ("attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
-    ("bsa", "bsa.kernels_norm", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
+    ("nsa.audit:choose", "nsa.kernels_choose", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
+    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
+    ("nsa.audit:attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
+    ("bsa.audit:cases", "bsa.kernels_norm", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
 ]
 
 
@@ -190,7 +196,8 @@ def test_planted_narrow_offsets_are_caught(case):
 
 @pytest.mark.slow
 def test_one_part_passes(monkeypatch):
-    monkeypatch.setitem(audit.PARTS, "nsa", ("combine",))
+    nsa = dataclasses.replace(workbench.find("nsa"), audit=("tilewise.workbench.nsa.audit:combine",))
+    monkeypatch.setattr(workbench, "find", lambda _name, _part: nsa)
     results = audit.audit(["nsa"])
     assert {result.kernel for result in results} == {"nsa_combine_fwd_kernel", "nsa_combine_bwd_kernel"}
     out = io.StringIO()
@@ -204,7 +211,7 @@ def test_one_part_passes(monkeypatch):
 
 @pytest.mark.slow
 def test_every_operator_passes():
-    wrong = [result for result in audit.audit(workbench.names("suite")) if not result.passed]
+    wrong = [result for result in audit.audit(workbench.names("audit")) if not result.passed]
     assert not wrong, wrong
 
 
@@ -213,6 +220,6 @@ def test_a_worker_that_fails_is_an_error(monkeypatch):
         subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 1, "", "ValueError: no memory")
     )
     with pytest.raises(
-        RuntimeError, match=r"the audit of flash did not end well \(exit code 1\): ValueError: no memory"
+        RuntimeError, match=r"flash.audit:cases did not end well \(exit code 1\): ValueError: no memory"
     ):
         audit.audit(["flash"])

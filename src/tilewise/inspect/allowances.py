@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewise import workbench
 from tilewise.inspect.facts import CARDS, fits
 from tilewise.inspect.request import Row
 
 FILE = Path(__file__).with_name("allowances.json")
-# Operators that together launch every kernel there is, and a card of each family of tiles.
-OPERATORS = ("flash", "nsa", "nsa-attend", "hstu", "bsa")
+# A card of each family of tiles.
 ARCHITECTURES = (80, 86, 90, 100)
 # The rules for Hopper and for the smallest card are about 64 and 128 channels; on the others the wider problems, which
 # take more of everything, do.
@@ -36,6 +36,11 @@ class Allowances:
     spilled: dict[str, dict[str, int]] = field(default_factory=dict)
     without_wgmma: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)
+
+
+def operators() -> tuple[str, ...]:
+    """Those that together launch every kernel there is."""
+    return tuple(name for name in workbench.names("launches") if not workbench.find(name).part_of)
 
 
 def read_allowances() -> Allowances:

@@ -16,18 +16,6 @@ from rich.markup import escape
 
 from tilewise import workbench
 
-# The parts of each registered operator; parts that operators share are audited once.
-PARTS: dict[str, tuple[str, ...]] = {
-    "flash": ("flash",),
-    "nsa": ("compressed", "choose", "selected", "combine"),
-    "nsa-compressed": ("compressed",),
-    "nsa-selected": ("selected",),
-    "nsa-attend": ("attend",),
-    "hstu": ("hstu",),
-    "bsa": ("bsa",),
-    "hstu-bsa": ("bsa",),
-}
-
 
 @dataclass(frozen=True)
 class AuditResult:
@@ -46,18 +34,19 @@ class AuditResult:
 
 
 def audit(operator_names: Sequence[str]) -> list[AuditResult]:
-    """Audit the launches of registered operators, one process a part, as many at a time as there are cores.
+    """Audit the launches of operators, one process a part, as many at a time as there are cores.
 
     A UsageError names unknown ones.
     """
-    names = [workbench.find(name).name for name in operator_names]
-    parts = list(dict.fromkeys(part for name in names for part in PARTS[name]))
+    audits: dict[str, tuple[str, ...]] = {name: workbench.find(name, "audit").load("audit") for name in operator_names}
+    # What operators share is audited once.
+    parts = list(dict.fromkeys(part for found in audits.values() for part in found))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = dict(zip(parts, pool.map(_audit_part, parts), strict=True))
     return [
         AuditResult(name, entry["kernel"], entry["sizes"], entry["programs"], tuple(entry["wrong"]))
-        for name in names
-        for part in PARTS[name]
+        for name in audits
+        for part in audits[name]
         for entry in found[part]
     ]
 

@@ -1,5 +1,5 @@
 """Audits one part of an operator in a process of its own, and prints the results as JSON:
-`python -m tilewise.inspect.audit_worker PART`.
+`python -m tilewise.inspect.audit_worker MODULE:FUNCTION`.
 
 The process interprets kernels (TRITON_INTERPRET=1), while launches are those of a GPU. What is changed in the operators
 here is changed for the whole process, which does nothing else and ends.
@@ -17,12 +17,12 @@ backend._INTERPRETING = False
 
 def audit_part(part: str) -> Iterator[dict[str, object]]:
     """One entry a launch: kernel, sizes in words, programs and what is wrong."""
-    from tilewise.inspect.audit_cases import cases
     from tilewise.inspect.audit_run import can_interpret, faults, limits
     from tilewise.inspect.audit_tables import tables
+    from tilewise.workbench.operator import load
 
     _launch_end_chunks()
-    for case in cases(part):
+    for case in load(part)():
         for launch in case.launches():
             wrong = [*limits(launch), *(faults(launch, tables(launch.arguments)) if can_interpret(launch) else [])]
             yield {"kernel": launch.kernel.__name__, "sizes": case.sizes, "programs": launch.grid, "wrong": wrong}

@@ -12,7 +12,6 @@ from tilewise.environment import environment
 from tilewise.inspect import allowances
 from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import CARDS
-from tilewise.inspect.operators import PLACES
 from tilewise.inspect.pool import Pool
 from tilewise.inspect.request import Row, Wanted
 from tilewise.inspect.saved import read_rows, write_rows
@@ -74,7 +73,8 @@ def _check(request: Request) -> None:
                 " else"
             )
     elif request.operator is None:
-        raise UsageError(f"name an operator, one of {', '.join(PLACES)}; or a file that --json wrote; or --check")
+        names = ", ".join(workbench.names("launches"))
+        raise UsageError(f"name an operator, one of {names}; or a file that --json wrote; or --check")
     if request.direction not in (None, "forward", "backward"):
         raise UsageError(f"there is no direction {request.direction!r}: expected forward or backward")
     if request.dtype not in DTYPES:
@@ -125,7 +125,7 @@ def _rows(request: Request, operator: str, console: Console) -> list[Row]:
     """What the command's own words name: a file, or an operator and what of it."""
     if _is_file(operator):
         return _kept(request, read_rows(Path(operator)))
-    name = operator if operator in PLACES and not request.impl else workbench.find(operator).name
+    name = workbench.find(operator, "launches").name
     wanted = Wanted((name,), request.impl, direction=request.direction or "", dtype=request.dtype, sass=request.sass)
     if request.config and request.impl:
         wanted = replace(wanted, case=request.config)
@@ -164,7 +164,7 @@ def _compile(wanted: Wanted, architectures: Sequence[int], console: Console) -> 
 
 def _hold_to_allowances(request: Request, console: Console) -> bool:
     rows = _compile(
-        Wanted(allowances.OPERATORS, every=False, wide=allowances.WIDE, mix=False), allowances.ARCHITECTURES, console
+        Wanted(allowances.operators(), every=False, wide=allowances.WIDE, mix=False), allowances.ARCHITECTURES, console
     )
     if request.json:
         write_rows(request.json, rows, environment() | {"kernels": "compiled"}, request.command)

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from tilewise.inspect import operators
+from tilewise import workbench
 from tilewise.inspect.kept import inspect_launch
 from tilewise.inspect.launches import Labelled
 from tilewise.inspect.record import implementation_launches
@@ -18,7 +18,7 @@ from tilewise.inspect.request import Row, Wanted
 from tilewise.ops.flash.configs import family
 from tilewise.sanity import operators as sanity
 from tilewise.verify.run import DTYPES
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.operator import Launches, UsageError
 
 # Lines of a compiler's error that are worth showing.
 MOST_LINES = 3
@@ -39,9 +39,9 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
     dtype = DTYPES[wanted.dtype]
     if wanted.impl:
         return implementation_launches(name, wanted.impl, wanted.case, architecture, dtype)
-    operator = operators.find(name)
-    found = operator.defaults(architecture, dtype) if wanted.config is None else []
-    if wanted.config is None and (not wanted.every or operator.configuration is None):
+    launches: Launches = workbench.find(name).load("launches")
+    found = launches.defaults(architecture, dtype) if wanted.config is None else []
+    if wanted.config is None and (not wanted.every or launches.configuration is None):
         return found
     entries: list[Any] = list(enumerate(sanity.find(name).entries()))
     if wanted.config is None:
@@ -61,9 +61,9 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
             raise UsageError(
                 f"configuration {wanted.config}, {entries[0][1].short}, is not for {wanted.dtype}: add --dtype {other}"
             )
-    assert operator.configuration is not None
+    assert launches.configuration is not None
     return found + [
-        one for i, entry in entries for one in operator.configuration(entry, f"{i} {entry.short}", architecture, dtype)
+        one for i, entry in entries for one in launches.configuration(entry, f"{i} {entry.short}", architecture, dtype)
     ]
 
 

@@ -5,6 +5,7 @@ from tilewise.workbench.operator import Operator, UsageError, load
 # Declarations, imported when they are asked for.
 OPERATORS = {
     "flash": "tilewise.workbench.flash:FLASH",
+    "flash-hopper": "tilewise.workbench.flash:HOPPER",
     "nsa": "tilewise.workbench.nsa:NSA",
     "nsa-compressed": "tilewise.workbench.nsa:COMPRESSED",
     "nsa-selected": "tilewise.workbench.nsa:SELECTED",

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from tilewise.bench.baseline import Baseline
+    from tilewise.inspect.launches import Labelled
     from tilewise.trace.request import Request, Traced
     from tilewise.verify.problem import Problem, Tensors
     from tilewise.verify.suite import Case, Suite
@@ -55,8 +58,24 @@ class Benchmark:
         return self.gpu_cases if device == "cuda" else self.cpu_cases
 
 
+@dataclass(frozen=True)
+class Launches:
+    """What is launched for usual problems on an architecture, and with one tile configuration of the table that
+    `tilewise sanity` lists.
+    """
+
+    defaults: "Callable[[int, torch.dtype], list[Labelled]]"
+    configuration: "Callable[[Any, str, int, torch.dtype], list[Labelled]] | None" = None
+
+
 # What a message says where a part is missing.
-PARTS = {"suite": "are no cases", "trace": "is no trace", "bench": "is no benchmark"}
+PARTS = {
+    "suite": "are no cases",
+    "trace": "is no trace",
+    "bench": "is no benchmark",
+    "launches": "are no launches",
+    "audit": "is no audit",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,11 @@ class Operator:
     suite: "Suite | str | Missing"
     trace: Tracing | str | Missing
     bench: Benchmark | str | Missing
+    # For inspect: what is compiled; and launches at 10 million tokens, functions that are audited in a process each.
+    launches: Launches | str | Missing
+    audit: tuple[str, ...] | Missing
+    # An operator that launches all kernels of this one too.
+    part_of: str = ""
 
     def has(self, part: str) -> bool:
         """Whether it has this part."""

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from compile_launches import print_facts
 
-from tilewise.inspect.flash import hopper
+from tilewise.workbench.flash.inspect import hopper
 
 words = iter(sys.argv[2:])
 problems = list(itertools.zip_longest(words, words, words))

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # These import the kernels.
     from compile_launches import print_facts
 
-    from tilewise.inspect.flash import hopper
+    from tilewise.workbench.flash.inspect import hopper
 
     direction = "forward" if mutant.module.endswith(("_fwd", "_items")) else "backward"
     # The backward's first three: in the fixed order.

@@ -10,6 +10,8 @@ BSA = Operator(
     suite="tilewise.workbench.bsa.cases:SUITE",
     trace="tilewise.workbench.bsa.trace:TRACE",
     bench="tilewise.workbench.bsa.bench:BENCHMARK",
+    launches="tilewise.workbench.bsa.inspect:LAUNCHES",
+    audit=("tilewise.workbench.bsa.audit:cases",),
 )
 HSTU_BSA = Operator(
     name="hstu-bsa",
@@ -19,4 +21,7 @@ HSTU_BSA = Operator(
     suite="tilewise.workbench.bsa.cases_hstu:SUITE",
     trace=Missing("it launches the kernels of bsa: trace that"),
     bench=Missing("it is bsa and a model of gates, which is the caller's: bench bsa"),
+    launches="tilewise.workbench.bsa.inspect:HSTU_BSA",
+    audit=("tilewise.workbench.bsa.audit:cases",),
+    part_of="bsa",
 )

@@ -1,6 +1,6 @@
 """Flash attention, for the workbench."""
 
-from tilewise.workbench.operator import Operator
+from tilewise.workbench.operator import Missing, Operator
 
 FLASH = Operator(
     name="flash",
@@ -10,4 +10,18 @@ FLASH = Operator(
     suite="tilewise.workbench.flash.cases:SUITE",
     trace="tilewise.workbench.flash.trace:TRACE",
     bench="tilewise.workbench.flash.bench:BENCHMARK",
+    launches="tilewise.workbench.flash.inspect:LAUNCHES",
+    audit=("tilewise.workbench.flash.audit:cases",),
+)
+HOPPER = Operator(
+    name="flash-hopper",
+    summary="its kernels for Hopper alone",
+    function=FLASH.function,
+    reference=FLASH.reference,
+    suite=Missing("flash's cases run them on such a GPU: verify flash"),
+    trace=Missing("they have no interpreter and no taps: trace flash"),
+    bench=Missing("flash takes them on such a GPU: bench flash"),
+    launches="tilewise.workbench.flash.inspect:HOPPER",
+    audit=Missing("flash's audit has them too: audit flash"),
+    part_of="flash",
 )

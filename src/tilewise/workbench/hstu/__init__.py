@@ -10,4 +10,6 @@ HSTU = Operator(
     suite="tilewise.workbench.hstu.cases:SUITE",
     trace="tilewise.workbench.hstu.trace:TRACE",
     bench="tilewise.workbench.hstu.bench:BENCHMARK",
+    launches="tilewise.workbench.hstu.inspect:LAUNCHES",
+    audit=("tilewise.workbench.hstu.audit:cases",),
 )

@@ -10,6 +10,13 @@ NSA = Operator(
     suite="tilewise.workbench.nsa.cases:SUITE",
     trace=Missing("its branches are traced one at a time: trace nsa-compressed or nsa-selected"),
     bench="tilewise.workbench.nsa.bench:BENCHMARK",
+    launches="tilewise.workbench.nsa.inspect:WHOLE",
+    audit=(
+        "tilewise.workbench.nsa.audit:compressed",
+        "tilewise.workbench.nsa.audit:choose",
+        "tilewise.workbench.nsa.audit:selected",
+        "tilewise.workbench.nsa.audit:combine",
+    ),
 )
 COMPRESSED = Operator(
     name="nsa-compressed",
@@ -19,6 +26,9 @@ COMPRESSED = Operator(
     suite="tilewise.workbench.nsa.cases_compressed:SUITE",
     trace="tilewise.workbench.nsa.trace_compressed:TRACE",
     bench="tilewise.workbench.nsa.bench_compressed:BENCHMARK",
+    launches="tilewise.workbench.nsa.inspect:COMPRESSED",
+    audit=("tilewise.workbench.nsa.audit:compressed",),
+    part_of="nsa",
 )
 SELECTED = Operator(
     name="nsa-selected",
@@ -28,6 +38,9 @@ SELECTED = Operator(
     suite="tilewise.workbench.nsa.cases_selected:SUITE",
     trace="tilewise.workbench.nsa.trace_selected:TRACE",
     bench="tilewise.workbench.nsa.bench_selected:BENCHMARK",
+    launches="tilewise.workbench.nsa.inspect:SELECTED",
+    audit=("tilewise.workbench.nsa.audit:selected",),
+    part_of="nsa",
 )
 ATTEND = Operator(
     name="nsa-attend",
@@ -37,4 +50,6 @@ ATTEND = Operator(
     suite="tilewise.workbench.nsa.cases_attend:SUITE",
     trace=Missing("it launches the kernels of nsa-selected: trace that"),
     bench=Missing("it launches the kernels of nsa-selected: bench that"),
+    launches="tilewise.workbench.nsa.inspect:ATTEND",
+    audit=("tilewise.workbench.nsa.audit:attend",),
 )

@@ -2,14 +2,14 @@
 
 import torch
 
-from tilewise.inspect.hstu import BATCH, HEADS, TOKENS, offsets, rows
 from tilewise.inspect.launches import Labelled, captured
-from tilewise.inspect.operators import Operator
 from tilewise.ops.bsa import launch
 from tilewise.ops.bsa.options import Options, Results
 from tilewise.ops.flash.configs import family
 from tilewise.sanity.bsa import BLOCK, Entry
 from tilewise.sanity.nsa_selected import CARDS
+from tilewise.workbench.hstu.inspect import BATCH, HEADS, TOKENS, offsets, rows
+from tilewise.workbench.operator import Launches
 
 COUNT, WINDOW = 4, 100
 # Which kernel each part of the table is for.
@@ -57,6 +57,6 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
     return [one for one in found if one.launch.kernel.__name__ == KERNELS[entry.kernel]]
 
 
-OPERATOR = Operator(defaults, configuration)
+LAUNCHES = Launches(defaults, configuration)
 # hstu_attention_with_bsa calls the same over packed sequences, and adds no kernel.
-HSTU_BSA = Operator(defaults)
+HSTU_BSA = Launches(defaults)

@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilewise.inspect import flash
 from tilewise.inspect.launches import Labelled, captured
-from tilewise.inspect.operators import Operator
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import Inputs
@@ -14,6 +12,8 @@ from tilewise.ops.nsa import choose, compressed, launch, selected
 from tilewise.ops.nsa.sizes import Sizes, window_count
 from tilewise.sanity.flash import Entry as FlashEntry
 from tilewise.sanity.nsa_selected import BLOCK, CARDS, Entry
+from tilewise.workbench.flash import inspect as flash
+from tilewise.workbench.operator import Launches
 
 # So many tokens that the lists of a usual problem are still made in one piece.
 TOKENS, KEY_HEADS, GROUP, SLOTS = 8192, 2, 16, 16
@@ -155,7 +155,7 @@ def _usual(of_width: Callable[..., list[Labelled]], *numbers: int) -> Callable[[
     ]
 
 
-COMPRESSED = Operator(_usual(compressed_launches, GROUP), compressed_configuration)
-SELECTED = Operator(_usual(selected_launches, BLOCK, GROUP), selected_configuration)
-WHOLE = Operator(_usual(launches, BLOCK, GROUP))
-ATTEND = Operator(lambda architecture, dtype: attend_launches(architecture, dtype, 128))
+COMPRESSED = Launches(_usual(compressed_launches, GROUP), compressed_configuration)
+SELECTED = Launches(_usual(selected_launches, BLOCK, GROUP), selected_configuration)
+WHOLE = Launches(_usual(launches, BLOCK, GROUP))
+ATTEND = Launches(lambda architecture, dtype: attend_launches(architecture, dtype, 128))

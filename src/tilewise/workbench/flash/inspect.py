@@ -5,7 +5,6 @@ from typing import Any, get_args
 import torch
 
 from tilewise.inspect.launches import Labelled, captured
-from tilewise.inspect.operators import Operator
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
@@ -15,6 +14,7 @@ from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
 from tilewise.sanity.flash import Entry
 from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
 from tilewise.sanity.flash_hopper import Entry as HopperEntry
+from tilewise.workbench.operator import Launches
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
@@ -159,5 +159,5 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 
 
-OPERATOR = Operator(defaults, configuration)
-HOPPER = Operator(hopper_defaults, hopper_configuration)
+LAUNCHES = Launches(defaults, configuration)
+HOPPER = Launches(hopper_defaults, hopper_configuration)

@@ -3,10 +3,10 @@
 import torch
 
 from tilewise.inspect.launches import Labelled, captured
-from tilewise.inspect.operators import Operator
 from tilewise.ops.hstu import launch
 from tilewise.ops.hstu.configs import Config
 from tilewise.sanity.hstu import Entry
+from tilewise.workbench.operator import Launches
 
 TOKENS, BATCH, HEADS, LONGEST = 16384, 4, 4, 4096
 # Targets or none, the longest reach, and the context.
@@ -68,4 +68,4 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
     ]
 
 
-OPERATOR = Operator(defaults, configuration)
+LAUNCHES = Launches(defaults, configuration)
