@@ -87,39 +87,59 @@ def verify(
     list_names: Annotated[bool, typer.Option("--list", help="List operators, cases and planted bugs.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every tensor of every case.")] = False,
+    every_config: Annotated[
+        bool, typer.Option("--every-config", help="Instead: run every tile configuration of one operator.")
+    ] = False,
+    kernel: Annotated[int | None, typer.Option(metavar="I", help="With --every-config: only configuration I.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="With --every-config: two tiles each way.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="With --every-config: mismatches by row, head and channel.")
+    ] = False,
 ) -> None:
     """Check an implementation against the reference: outputs, gradients, edge cases.
 
     Exit code 0: all passed; 1: a failure; 2: wrong usage.
     """
     from tilewise.verify.command import Request, list_cases, run_request
-    from tilewise.verify.result import Settings
+    from tilewise.verify.result import SEED, Settings
 
     console = _console()
     with _wrong_usage_exits_with_2(console):
         if by_range and range_raw:
             raise UsageError("--range and --range-raw fill the same inputs: give one of them")
+        if not every_config and (kernel is not None or small or diff):
+            raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
+        if every_config:
+            others = impl, config, range_raw, search, rtol, atol, no_grad, mutants, repeat, json, html, fail_fast
+            if any(other not in (None, False, 0) for other in (*others, verbose)) or seed != SEED:
+                raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
+            if operators is None or len(operators) != 1:
+                names = ", ".join(workbench.names("configs"))
+                raise UsageError(f"--every-config runs tile configurations of one operator: name it, one of {names}")
+            _every_config(operators[0], kernel, small, diff, "range" if by_range else "random", list_names)
+            return
         if list_names:
             list_cases(operators or [], console)
             return
         fill = "range" if by_range else "range-raw" if range_raw else "random"
         settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
+        what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])
-        dtypes = [name.strip() for name in dtype.split(",")]
-        request = Request(
-            operators or [],
-            impl,
-            config or [],
-            dtypes,
-            settings,
-            search,
-            mutants,
-            json,
-            html,
-            fail_fast,
-            verbose,
-            command,
-        )
+        request = Request(*what, settings, search, mutants, json, html, fail_fast, verbose, command)
+        passed = run_request(request, console)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fill: str, list_names: bool) -> None:
+    from tilewise.verify.every_config import Request, list_entries, run_request
+
+    console, request = _console(), Request(operator, kernel, small, diff, fill)
+    with _wrong_usage_exits_with_2(console):
+        if list_names:
+            for line in list_entries(request):
+                console.print(line, markup=False, highlight=False)
+            return
         passed = run_request(request, console)
     if not passed:
         raise typer.Exit(1)
@@ -127,9 +147,7 @@ def verify(
 
 @app.command()
 def trace(
-    operator: Annotated[
-        str, typer.Argument(metavar="OP", help="The operator: flash, nsa-compressed, nsa-selected, hstu or bsa.")
-    ],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     block_m: Annotated[
         int | None, typer.Option(help="Queries a tile (nsa-selected: rows, a token's heads each); 64 by default.")
     ] = None,
@@ -180,22 +198,8 @@ def trace(
             raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
         mapping = {name: value for name, _, value in pairs} or None
         fill = "range" if by_range else "random"
-        request = Request(
-            operator,
-            block_m,
-            block_n,
-            kernel_index,
-            seq_blocks,
-            program,
-            warp,
-            warps,
-            head,
-            direction,
-            order,
-            dtype,
-            causal,
-            fill,
-        )
+        tiles, place = (block_m, block_n, kernel_index, seq_blocks), (program, warp, warps, head)
+        request = Request(operator, *tiles, *place, direction, order, dtype, causal, fill)
         request = replace(request, targets=targets, context=context, max_attn_len=max_attn_len)
         lines, agrees = run_trace(replace(request, impl=impl, names=mapping, against=against, out=out, html=html))
     for line in lines:
@@ -208,9 +212,7 @@ def trace(
 def sanity(
     operator: Annotated[
         str,
-        typer.Argument(
-            metavar="OP", help="The operator: flash, flash-hopper, nsa-compressed, nsa-selected, hstu or bsa."
-        ),
+        typer.Argument(metavar="OP", help="The operator."),
     ],
     kernel: Annotated[int | None, typer.Option(metavar="I", help="Only configuration I.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Two tiles each way.")] = False,
@@ -220,35 +222,13 @@ def sanity(
     ] = False,
     list_names: Annotated[bool, typer.Option("--list", help="List the configurations and what they take.")] = False,
 ) -> None:
-    """Run every tile configuration of an operator against the reference."""
-    from tilewise.sanity.command import Request, list_entries, run_sanity
-
-    console = _console()
-    request = Request(operator, kernel, small, diff, "range" if by_range else "random")
-    wrong = count = 0
-    with _wrong_usage_exits_with_2(console):
-        if list_names:
-            for line in list_entries(request):
-                console.print(line, markup=False, highlight=False)
-            return
-        for line, right in run_sanity(request):
-            console.print(line, markup=False, highlight=False)
-            count += 1
-            wrong += not right
-    console.print(
-        f"FAIL: {wrong} of {count} configurations are wrong"
-        if wrong
-        else f"PASS: all {count} configurations agree with the reference"
-    )
-    if wrong:
-        raise typer.Exit(1)
+    """The same as verify OP --every-config: every tile configuration against the reference."""
+    _every_config(operator, kernel, small, diff, "range" if by_range else "random", list_names)
 
 
 @app.command()
 def bench(
-    operator: Annotated[
-        str, typer.Argument(metavar="OP", help="The operator: flash, nsa, nsa-compressed, nsa-selected, hstu or bsa.")
-    ],
+    operator: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     impl: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE.py:FUNCTION", help="Time this function next to ours; may be repeated."),
@@ -298,21 +278,8 @@ def bench(
             list_cases(operator, console)
             return
         modes = [name.strip() for name in mode.split(",")]
-        choice = Request(
-            operator,
-            impl or [],
-            baseline or [],
-            config or [],
-            shape or [],
-            modes,
-            dtype,
-            warmup,
-            iterations,
-            json,
-            plot,
-            html,
-            compare,
-        )
+        what = impl or [], baseline or [], config or [], shape or [], modes
+        choice = Request(operator, *what, dtype, warmup, iterations, json, plot, html, compare)
         command = shlex.join(["tilewise", *sys.argv[1:]])
         passed = run_request(
             replace(choice, tolerance=tolerance, unverified=unverified, save=not no_save, command=command), console
@@ -336,7 +303,8 @@ def inspect(
     config: Annotated[
         str | None,
         typer.Option(
-            metavar="I", help="Only configuration I of tilewise sanity --list; with --impl a case, small by default."
+            metavar="I",
+            help="Only configuration I of verify --every-config --list; with --impl a case, small by default.",
         ),
     ] = None,
     direction: Annotated[str | None, typer.Option(help="Only forward or backward.")] = None,

@@ -10,13 +10,12 @@ from tilewise import workbench
 from tilewise.inspect.allowances import operators
 from tilewise.inspect.request import Wanted
 from tilewise.inspect.worker import wanted_launches
-from tilewise.sanity import operators as sanity
 
 checked = [one for _, one in wanted_launches(Wanted(operators(), every=False), 90)]
 configurations = {}
-for name in sanity.MODULES:
+for name in workbench.names("configs"):
     configuration = workbench.find(name).load("launches").configuration
-    entries = [entry for entry in sanity.find(name).entries() if entry.element_size == 2]
+    entries = [entry for entry in workbench.find(name).load("configs").entries() if entry.element_size == 2]
     configurations[name] = [[one.name for one in configuration(entry, "", 90, torch.bfloat16)] for entry in entries]
 print(
     json.dumps(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tilewise import workbench
 from tilewise.cli import app
 from tilewise.inspect import allowances, command
 from tilewise.inspect.diff import diff_lines
@@ -235,11 +236,9 @@ def test_what_a_process_refuses_is_wrong_usage():
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", ["flash", "nsa-compressed", "nsa-selected", "hstu", "bsa"])
 def test_configurations_are_those_that_sanity_numbers(operator):
-    from tilewise.sanity.operators import find
-
     number, entry = next(
         (i, entry)
-        for i, entry in enumerate(find(operator).entries())
+        for i, entry in enumerate(workbench.find(operator).load("configs").entries())
         if "fwd" in entry.kernel and entry.element_size == 2
     )
     output = inspect(operator, "--config", number, "--arch", "sm_86", "--diff", number)

@@ -83,7 +83,8 @@ def _check(request: Request) -> None:
         raise UsageError(f"{request.json}: expected the name of a file in a folder that there is")
     if request.config and not request.impl and not request.config.isdecimal():
         raise UsageError(
-            f"--config {request.config}: expected the number of a configuration, as tilewise sanity OP --list has them"
+            f"--config {request.config}: expected the number of a configuration, as tilewise verify OP --every-config"
+            " --list has them"
         )
     if request.diff and not _is_file(request.diff):
         _check_other(request, request.diff)

@@ -16,7 +16,6 @@ from tilewise.inspect.launches import Labelled
 from tilewise.inspect.record import implementation_launches
 from tilewise.inspect.request import Row, Wanted
 from tilewise.ops.flash.configs import family
-from tilewise.sanity import operators as sanity
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import Launches, UsageError
 
@@ -39,11 +38,12 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
     dtype = DTYPES[wanted.dtype]
     if wanted.impl:
         return implementation_launches(name, wanted.impl, wanted.case, architecture, dtype)
-    launches: Launches = workbench.find(name).load("launches")
+    operator = workbench.find(name)
+    launches: Launches = operator.load("launches")
     found = launches.defaults(architecture, dtype) if wanted.config is None else []
     if wanted.config is None and (not wanted.every or launches.configuration is None):
         return found
-    entries: list[Any] = list(enumerate(sanity.find(name).entries()))
+    entries: list[Any] = list(enumerate(operator.load("configs").entries()))
     if wanted.config is None:
         # Those that are chosen on a card of this family.
         entries = [
@@ -52,7 +52,7 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
             if family(architecture) in entry.families and entry.element_size == dtype.itemsize
         ]
     elif not 0 <= wanted.config < len(entries):
-        numbers = f"0 to {len(entries) - 1}, as tilewise sanity {name} --list numbers them"
+        numbers = f"0 to {len(entries) - 1}, as tilewise verify {name} --every-config --list numbers them"
         raise UsageError(f"there is no configuration {wanted.config}: expected {numbers}")
     else:
         entries = [entries[wanted.config]]

@@ -20,8 +20,8 @@ def entry_of(request: Request, table: Sequence[Entry], *sizes: str) -> Entry | N
         raise UsageError(f"--kernel-index and {', '.join(map(option, sizes))} both choose tiles: give one of them")
     if not 0 <= request.kernel_index < len(table):
         raise UsageError(
-            f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise sanity"
-            " --list numbers them"
+            f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise verify"
+            " OP --every-config --list numbers them"
         )
     return table[request.kernel_index]
 

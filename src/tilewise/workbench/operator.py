@@ -1,7 +1,7 @@
 """What the workbench knows of an operator: one declaration, whose parts are imported when they are asked for."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tilewise.bench.baseline import Baseline
     from tilewise.inspect.launches import Labelled
     from tilewise.trace.request import Request, Traced
+    from tilewise.verify.every_config import Choice, Entry, Outcome
     from tilewise.verify.problem import Problem, Tensors
     from tilewise.verify.suite import Case, Suite
 
@@ -24,6 +25,16 @@ class Missing:
     """In place of a part that an operator does not have: why not, in words that fit behind a colon."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class Configurations:
+    """Every tile configuration of an operator's table, once; and `run`, which gives what one makes on a problem, small
+    or not, filled by a rule.
+    """
+
+    entries: "Callable[[], Sequence[Entry]]"
+    run: "Callable[[Any, bool, str, torch.device], Sequence[Outcome | Choice]]"
 
 
 @dataclass(frozen=True)
@@ -60,9 +71,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Launches:
-    """What is launched for usual problems on an architecture, and with one tile configuration of the table that
-    `tilewise sanity` lists.
-    """
+    """What is launched for usual problems on an architecture, and with one of its tile configurations."""
 
     defaults: "Callable[[int, torch.dtype], list[Labelled]]"
     configuration: "Callable[[Any, str, int, torch.dtype], list[Labelled]] | None" = None
@@ -71,6 +80,7 @@ class Launches:
 # What a message says where a part is missing.
 PARTS = {
     "suite": "are no cases",
+    "configs": "are no tile configurations",
     "trace": "is no trace",
     "bench": "is no benchmark",
     "launches": "are no launches",
@@ -92,6 +102,8 @@ class Operator:
     reference: str
     # For verify: the problem, cases and planted bugs.
     suite: "Suite | str | Missing"
+    # For verify --every-config.
+    configs: Configurations | str | Missing
     trace: Tracing | str | Missing
     bench: Benchmark | str | Missing
     # For inspect: what is compiled; and launches at 10 million tokens, functions that are audited in a process each.

@@ -6,9 +6,9 @@ from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.bsa import launch
 from tilewise.ops.bsa.options import Options, Results
 from tilewise.ops.flash.configs import family
-from tilewise.sanity.bsa import BLOCK, Entry
-from tilewise.sanity.nsa_selected import CARDS
+from tilewise.workbench.bsa.configs import BLOCK, Entry
 from tilewise.workbench.hstu.inspect import BATCH, HEADS, TOKENS, offsets, rows
+from tilewise.workbench.nsa.configs import CARDS
 from tilewise.workbench.operator import Launches
 
 COUNT, WINDOW = 4, 100

@@ -4,10 +4,10 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.bsa.options import Options
 from tilewise.ops.nsa.configs import parts_of_block
 from tilewise.ops.nsa.selected import SUMMED_ROWS
-from tilewise.sanity import bsa as bsa_tiles
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
+from tilewise.workbench.bsa import configs as bsa_tiles
 from tilewise.workbench.bsa.programs import Case, trace_backward, trace_forward
 from tilewise.workbench.operator import Tracing, UsageError
 

@@ -11,9 +11,9 @@ from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs, families, launch
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
-from tilewise.sanity.flash import Entry
-from tilewise.sanity.flash_hopper import SOFTCAP, ForwardEntry
-from tilewise.sanity.flash_hopper import Entry as HopperEntry
+from tilewise.workbench.flash.configs import Entry
+from tilewise.workbench.flash.configs_hopper import SOFTCAP, ForwardEntry
+from tilewise.workbench.flash.configs_hopper import Entry as HopperEntry
 from tilewise.workbench.operator import Launches
 
 if gluon.AVAILABLE:

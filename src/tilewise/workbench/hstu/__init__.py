@@ -8,6 +8,7 @@ HSTU = Operator(
     function="tilewise.ops.hstu.api:hstu_attention",
     reference="tilewise.ops.hstu.reference:hstu_attention",
     suite="tilewise.workbench.hstu.cases:SUITE",
+    configs="tilewise.workbench.hstu.configs:CONFIGURATIONS",
     trace="tilewise.workbench.hstu.trace:TRACE",
     bench="tilewise.workbench.hstu.bench:BENCHMARK",
     launches="tilewise.workbench.hstu.inspect:LAUNCHES",

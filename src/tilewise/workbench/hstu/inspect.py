@@ -5,7 +5,7 @@ import torch
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.hstu import launch
 from tilewise.ops.hstu.configs import Config
-from tilewise.sanity.hstu import Entry
+from tilewise.workbench.hstu.configs import Entry
 from tilewise.workbench.operator import Launches
 
 TOKENS, BATCH, HEADS, LONGEST = 16384, 4, 4, 4096

@@ -4,10 +4,10 @@ from tilewise import interpreter
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops.hstu.configs import Config
 from tilewise.ops.hstu.simulate import Options
-from tilewise.sanity import hstu as hstu_tiles
 from tilewise.trace.request import Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
+from tilewise.workbench.hstu import configs as hstu_tiles
 from tilewise.workbench.hstu.programs import CHANNELS, HEADS, LEAD, Case, trace_backward, trace_forward
 from tilewise.workbench.operator import Tracing, UsageError
 

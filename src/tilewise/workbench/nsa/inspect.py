@@ -10,9 +10,9 @@ from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import Inputs
 from tilewise.ops.nsa import choose, compressed, launch, selected
 from tilewise.ops.nsa.sizes import Sizes, window_count
-from tilewise.sanity.flash import Entry as FlashEntry
-from tilewise.sanity.nsa_selected import BLOCK, CARDS, Entry
 from tilewise.workbench.flash import inspect as flash
+from tilewise.workbench.flash.configs import Entry as FlashEntry
+from tilewise.workbench.nsa.configs import BLOCK, CARDS, Entry
 from tilewise.workbench.operator import Launches
 
 # So many tokens that the lists of a usual problem are still made in one piece.

@@ -3,10 +3,10 @@
 import torch
 
 from tilewise.ops.nsa import selected
-from tilewise.sanity import nsa_selected as selected_tiles
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill
+from tilewise.workbench.nsa import configs as selected_tiles
 from tilewise.workbench.nsa.programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
 from tilewise.workbench.operator import Tracing, UsageError
 

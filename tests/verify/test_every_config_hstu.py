@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from tilewise import cli
 from tilewise.ops.flash.configs import SHARED_MEMORY
 from tilewise.ops.hstu import configs, launch
-from tilewise.sanity import hstu
-from tilewise.sanity.command import Request, run_sanity
+from tilewise.verify.every_config import Request, run_entries
+from tilewise.workbench.hstu import configs as hstu
 
 ENTRIES = hstu.entries()
 # Interpreted, these take a second or two.
@@ -38,7 +38,7 @@ def number_of(start):
     ],
 )
 def test_every_configuration_agrees(number):
-    (line, right), *_ = run_sanity(Request("hstu", kernel=number))
+    (line, right), *_ = run_entries(Request("hstu", kernel=number))
     assert right, line
 
 

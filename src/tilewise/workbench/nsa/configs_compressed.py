@@ -7,9 +7,9 @@ import torch
 from tilewise.ops.nsa import compressed
 from tilewise.ops.nsa.reference import compressed_attention
 from tilewise.ops.nsa.sizes import window_count
-from tilewise.sanity.flash import HEADS, Entry, entries, outcomes
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Outcome, filled
+from tilewise.verify.every_config import Outcome, filled
+from tilewise.workbench.flash.configs import HEADS, Entry, entries, outcomes
+from tilewise.workbench.operator import Configurations
 
 SIZE, STRIDE = 32, 16
 
@@ -26,4 +26,4 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
     return outcomes(entry, inputs, do, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE))
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

@@ -8,9 +8,9 @@ from tilewise.ops._host.backend import architecture
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.configs import SHORT, TABLE, WIDTHS, Config, Family, Kernel
 from tilewise.ops.flash.reference import flash_attention
-from tilewise.sanity.entry import TiledEntry, entries_of
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Outcome, Reference, filled, gradient_outcomes, output_outcomes
+from tilewise.verify.every_config import Outcome, Reference, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.operator import Configurations
+from tilewise.workbench.tiles import TiledEntry, entries_of
 
 HEADS = 2
 
@@ -54,4 +54,4 @@ def outcomes(entry: Entry, inputs: launch.Inputs, do: torch.Tensor, reference: R
     return made[:1] if entry.kernel == "dq" else made[1:]
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

@@ -25,9 +25,8 @@ from tilewise.ops.flash.hopper.configs import (
     Order,
 )
 from tilewise.ops.flash.reference import flash_attention
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
-from tilewise.workbench.operator import UsageError
+from tilewise.verify.every_config import Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.operator import Configurations, UsageError
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
@@ -174,4 +173,4 @@ def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torc
     return o, lse
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

@@ -15,9 +15,9 @@ from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.ops.flash.configs import Family
 from tilewise.ops.nsa.configs import parts_of_block
 from tilewise.ops.nsa.launch import compress
-from tilewise.sanity.nsa_selected import CARDS
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Choice, Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.nsa.configs import CARDS
+from tilewise.workbench.operator import Configurations
 
 # Blocks of BLOCK keys, of which COUNT are attended to; of SMALL_BLOCK, so that few tokens make two tiles of them, where
 # blocks are chosen.
@@ -149,4 +149,4 @@ def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
     return [Choice(indices, truth, eager)]
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from tilewise import cli
 from tilewise.ops.flash.configs import SHARED_MEMORY
 from tilewise.ops.flash.hopper.configs import FORWARD, FORWARD_CAPPED, FORWARD_SHORT
-from tilewise.sanity.command import Request, run_sanity
-from tilewise.sanity.flash_hopper import BackwardEntry, ForwardEntry, entries
+from tilewise.verify.every_config import Request, run_entries
+from tilewise.workbench.flash.configs_hopper import BackwardEntry, ForwardEntry, entries
 
 ENTRIES = entries()
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -20,7 +20,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("number", [pytest.param(i, id=entry.short) for i, entry in enumerate(ENTRIES)])
 def test_every_configuration_agrees(number):
-    (line, right), *_ = run_sanity(Request("flash-hopper", kernel=number))
+    (line, right), *_ = run_entries(Request("flash-hopper", kernel=number))
     assert right, line
 
 

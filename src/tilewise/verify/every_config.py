@@ -1,19 +1,46 @@
-"""What one configuration makes, and whether it is right."""
+"""`tilewise verify OP --every-config`: what each tile configuration makes, and whether it is right."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
+from rich.console import Console
 
+from tilewise import workbench
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.compare import limits_from_eager
 from tilewise.verify.fill import make_fill
+from tilewise.workbench.operator import Configurations, UsageError
 
 RTOL, ATOL = 1e-3, 1e-5
 MOST_LISTED = 8
 # Output of q, k and v, and LSE where there is one, in a compute_dtype; what else it is called with is bound.
 Reference = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class Entry(Protocol):
+    """One configuration."""
+
+    @property
+    def short(self) -> str:
+        """One word."""
+
+    @property
+    def operations(self) -> int:
+        """Of one step: 2 for each multiplication and addition of its products."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Read from memory in one step."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that the tiles themselves take, by count."""
+
+    def fits(self) -> list[str]:
+        """Families of GPUs that it is chosen for."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +171,82 @@ def gradient_outcomes(
         Outcome(*values)
         for values in zip(("dq", "dk", "dv"), actual, gradients(torch.float64), gradients(q.dtype), strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    operator: str
+    kernel: int | None = None
+    small: bool = False
+    diff: bool = False
+    fill: str = "random"
+
+
+def chosen(request: Request) -> list[tuple[int, Entry]]:
+    """Configurations by number; a UsageError where there is none of that name or number."""
+    configs: Configurations = workbench.find(request.operator, "configs").load("configs")
+    table = list(enumerate(configs.entries()))
+    if request.kernel is None:
+        return table
+    if not 0 <= request.kernel < len(table):
+        raise UsageError(
+            f"there is no configuration {request.kernel}: expected 0 to {len(table) - 1}, as --list numbers them"
+        )
+    return [table[request.kernel]]
+
+
+def list_entries(request: Request) -> list[str]:
+    """A line each: operations and bytes of a step, shared memory that the tiles take, and the GPUs whose
+    table has it.
+    """
+    lines = []
+    entries = chosen(request)
+    for number, entry in entries:
+        size = (
+            f"{entry.operations / 1e6:>7.2f} MFLOP {entry.step_bytes / 1024:>6.1f} KB a step"
+            f" {entry.shared_memory / 1024:>6.1f} KB shared"
+        )
+        lines.append(f"{_label(number, entry, entries)} {size}  {', '.join(entry.fits())}")
+    return lines
+
+
+def _label(number: int, entry: Entry, entries: list[tuple[int, Entry]]) -> str:
+    """Number and name, as wide as the longest."""
+    return f"{number:>3} {entry.short:<{max(len(other.short) for _, other in entries)}}"
+
+
+def run_entries(request: Request) -> Iterator[tuple[str, bool]]:
+    """A line a configuration (more with `diff`), and whether it is right."""
+    from tilewise.ops._host.backend import interpreting
+
+    entries = chosen(request)
+    configs: Configurations = workbench.find(request.operator).load("configs")
+    if not interpreting() and not torch.cuda.is_available():
+        raise UsageError("there is no GPU and kernels are not interpreted here: see tilewise doctor")
+    device = torch.device("cpu" if interpreting() else "cuda:0")
+    for number, entry in entries:
+        outcomes = configs.run(entry, request.small, request.fill, device)
+        right = all(outcome.right for outcome in outcomes)
+        details = [line for outcome in outcomes for line in outcome.where()] if request.diff else []
+        line = (
+            f"{'✓' if right else '✗'} {_label(number, entry, entries)}"
+            f" {'; '.join(outcome.text for outcome in outcomes)}"
+        )
+        yield "\n".join([line, *details]), right
+
+
+def run_request(request: Request, console: Console) -> bool:
+    """Print what every configuration comes to, and the verdict; returns whether all are right."""
+    wrong = count = 0
+    for line, right in run_entries(request):
+        console.print(line, markup=False, highlight=False)
+        count += 1
+        wrong += not right
+    console.print(
+        f"FAIL: {wrong} of {count} configurations are wrong"
+        if wrong
+        else f"PASS: all {count} configurations agree with the reference"
+    )
+    return not wrong

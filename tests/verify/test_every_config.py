@@ -6,9 +6,8 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.flash import configs, launch
-from tilewise.sanity import flash
-from tilewise.sanity.command import Request, run_sanity
-from tilewise.sanity.outcome import Outcome
+from tilewise.verify.every_config import Outcome, Request, run_entries
+from tilewise.workbench.flash import configs as flash
 
 ENTRIES = flash.entries()
 
@@ -31,7 +30,7 @@ def narrow(number):
     ],
 )
 def test_every_configuration_agrees(number):
-    (line, right), *_ = run_sanity(Request("flash", kernel=number))
+    (line, right), *_ = run_entries(Request("flash", kernel=number))
     assert right, line
 
 
@@ -90,3 +89,27 @@ def test_fp32_is_held_to_plain_tolerances():
     assert outcome.text == "o: 2 of 4 mismatched (50.00 %), max inf"
     nothing = torch.tensor([-torch.inf, -torch.inf], dtype=torch.float64)
     assert Outcome("lse", torch.tensor([-torch.inf, 3.0]), nothing, nothing.float()).bad.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("words", [["--list"], ["--kernel", "3", "--small", "-r"], ["--kernel", "999"]])
+def test_it_is_a_mode_of_verify(words):
+    outcome = CliRunner().invoke(cli.app, ["verify", "flash", "--every-config", *words])
+    assert (outcome.output, outcome.exit_code) == (invoke(*words).output, invoke(*words).exit_code)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--every-config"], "name it, one of flash, flash-hopper, nsa-compressed"),
+        (["flash", "hstu", "--every-config"], "of one operator: name it"),
+        (["flash", "--every-config", "--mutants"], "no other option"),
+        (["flash", "--every-config", "--config", "small"], "no other option"),
+        (["flash", "--small"], "add --every-config"),
+        (["flash", "--kernel", "0"], "add --every-config"),
+        (["nsa", "--every-config"], "there are no tile configurations of 'nsa': its branches have tables of their own"),
+    ],
+)
+def test_wrong_usage_of_the_mode(words, message):
+    outcome = CliRunner().invoke(cli.app, ["verify", *words])
+    assert outcome.exit_code == 2
+    assert message in " ".join(outcome.output.split())

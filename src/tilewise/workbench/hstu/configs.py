@@ -12,9 +12,9 @@ from tilewise.ops.flash.configs import Family
 from tilewise.ops.hstu import launch
 from tilewise.ops.hstu.configs import TABLE, WIDTHS, Config
 from tilewise.ops.hstu.reference import hstu_attention
-from tilewise.sanity.entry import Kernel, TiledEntry, entries_of
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.verify.every_config import Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.operator import Configurations
+from tilewise.workbench.tiles import Kernel, TiledEntry, entries_of
 
 HEADS = 2
 # A short sequence that lies before the long one; of the long one so many tokens are targets, and so many of either the
@@ -78,4 +78,4 @@ def _outcomes(
     return made[:1] if entry.kernel == "dq" else made[1:]
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from tilewise import cli
 from tilewise.ops.bsa import configs, selected
 from tilewise.ops.flash.configs import SHARED_MEMORY
-from tilewise.sanity import bsa, nsa_selected
-from tilewise.sanity.command import Request, run_sanity
+from tilewise.verify.every_config import Request, run_entries
+from tilewise.workbench.bsa import configs as bsa
+from tilewise.workbench.nsa import configs as nsa_selected
 
 ENTRIES = bsa.entries()
 # Interpreted, these take a second or two.
@@ -38,7 +39,7 @@ def number_of(start):
     ],
 )
 def test_every_configuration_agrees(number):
-    (line, right), *_ = run_sanity(Request("bsa", kernel=number))
+    (line, right), *_ = run_entries(Request("bsa", kernel=number))
     assert right, line
 
 

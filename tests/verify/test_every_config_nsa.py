@@ -11,9 +11,9 @@ from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import SHARED_MEMORY
 from tilewise.ops.nsa import choose, configs, selected
-from tilewise.sanity import flash, nsa_selected
-from tilewise.sanity.command import Request, run_sanity
-from tilewise.sanity.outcome import Choice
+from tilewise.verify.every_config import Choice, Request, run_entries
+from tilewise.workbench.flash import configs as flash
+from tilewise.workbench.nsa import configs as nsa_selected
 
 ENTRIES = {"nsa-selected": nsa_selected.entries(), "nsa-compressed": flash.entries()}
 # Interpreted, these take a second or two.
@@ -51,7 +51,7 @@ def number_of(operator, start):
     ],
 )
 def test_every_configuration_agrees(operator, number):
-    (line, right), *_ = run_sanity(Request(operator, kernel=number))
+    (line, right), *_ = run_entries(Request(operator, kernel=number))
     assert right, line
 
 

@@ -12,9 +12,9 @@ from tilewise.ops.nsa.choose import choose
 from tilewise.ops.nsa.configs import TABLE, WIDTHS, Config, Kernel
 from tilewise.ops.nsa.reference import choice_scores, selected_attention
 from tilewise.ops.nsa.sizes import Sizes, window_count
-from tilewise.sanity.operators import Operator
-from tilewise.sanity.outcome import Choice, Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.workbench.nsa.base import block_pattern
+from tilewise.workbench.operator import Configurations
 
 # A card of each family.
 CARDS: dict[Family, int] = {"hopper": 90, "blackwell": 100, "medium": 80, "small": 86}
@@ -151,4 +151,4 @@ def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
     return [Choice(indices, truth, eager)]
 
 
-OPERATOR = Operator(entries, run)
+CONFIGURATIONS = Configurations(entries, run)

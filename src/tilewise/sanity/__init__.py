@@ -1,1 +1,0 @@
-"""Every tile configuration of an operator against its reference."""
