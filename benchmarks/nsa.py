@@ -17,7 +17,7 @@ import tilewise
 from tilewise.bench.timing import Clock, take_turns
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import launch
-from tilewise.ops.nsa.sizes import Sizes
+from tilewise.ops.nsa.problem import Sizes
 
 CHANNELS, BLOCK, COUNT, WINDOW = 128, 64, 16, 512
 SIZES = Sizes(compress_size=32, compress_stride=16, block_size=BLOCK, block_count=COUNT, init_blocks=1, local_blocks=2)

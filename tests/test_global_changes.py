@@ -68,7 +68,7 @@ def test_all_of_them_are_known():
 @pytest.mark.parametrize(
     "source",
     [
-        "from tilewise.ops.nsa import index\nindex.chunks = None",
+        "from tilewise.ops.nsa.selected import index\nindex.chunks = None",
         "from tilewise.ops._host import backend\ndef f():\n    backend._INTERPRETING = False",
         "import torch\ntorch.empty, x = 1, 2",
         "import torch\nsetattr(torch, name, 1)",

@@ -20,7 +20,7 @@ from tilewise import cli, workbench
 from tilewise.inspect import audit
 from tilewise.inspect.audit_run import faults, limits
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
-from tilewise.ops.bsa import selected as bsa
+from tilewise.ops.bsa.selected import launch as bsa
 from tilewise.workbench.operator import UsageError
 
 pytestmark = pytest.mark.skipif(
@@ -165,22 +165,22 @@ def planted(part, module, old, new):
 PLANTED = [
     (
         "nsa.audit:combine",
-        "nsa.kernels_combine",
+        "nsa.combine.kernels",
         "tl.program_id(0).to(tl.int64) * BLOCK_R",
         "tl.program_id(0) * BLOCK_R",
     ),
-    ("flash.audit:cases", "_device.load", "tl.cast(i_row, tl.int64) * strides[1]", "i_row * strides[1]"),
-    ("hstu.audit:cases", "_device.load", "tl.cast(start, tl.int64) * strides[1]", "start * strides[1]"),
+    ("flash.audit:cases", "_device.load", "tl.cast(i_row, tl.int64) * strides.token", "i_row * strides.token"),
+    ("hstu.audit:cases", "_device.load", "tl.cast(rows.start, tl.int64) * strides.token", "rows.start * strides.token"),
     (
         "nsa.audit:compressed",
-        "nsa.kernels_compress",
+        "nsa.compress.kernels",
         "(start + o_c * STRIDE).to(tl.int64)[:, None]",
         "(start + o_c * STRIDE)[:, None]",
     ),
-    ("nsa.audit:choose", "nsa.kernels_choose", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
-    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides[1]", "i_t * strides[1]"),
+    ("nsa.audit:choose", "nsa.choose.kernels", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
+    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides.token", "i_t * strides.token"),
     ("nsa.audit:attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
-    ("bsa.audit:cases", "bsa.kernels_norm", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
+    ("bsa.audit:cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
 ]
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.bsa import configs
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa.problem import Options
 from tilewise.trace import command
 from tilewise.workbench.bsa import programs as bsa_programs
 from tilewise.workbench.bsa.programs import Case
@@ -65,7 +65,7 @@ BUGS = {
         "the mask: row 0 sees key 1 of this tile",
     ),
     "scale": (
-        "bsa.selected",
+        "bsa.selected.launch",
         '"scale_log2": scale * LOG2E,',
         '"scale_log2": scale,',
         "",
@@ -73,7 +73,7 @@ BUGS = {
         "the product of Q and K, or SiLU of it",
     ),
     "entries": (
-        "nsa.kernels_index",
+        "nsa.selected.kernels.index",
         "o_token * (S + OWN) + o_s, mask=m_e",
         "(o_token ^ 1) * (S + OWN) + o_s, mask=m_e",
         "",
@@ -81,7 +81,7 @@ BUGS = {
         "or the entries of the list",
     ),
     "head": (
-        "bsa.kernels_selected",
+        "bsa.selected.kernels",
         "(k, k_strides, i_bq, i_h, start_q",
         "(k, k_strides, i_bq, i_shared, start_q",
         "--head 1",
@@ -89,7 +89,7 @@ BUGS = {
         "the load of K",
     ),
     "slots": (
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "acc += tl.where(present[:, None]",
         "acc = tl.where(present[:, None]",
         "--program 1",
@@ -97,14 +97,14 @@ BUGS = {
         "the sum over slots",
     ),
     "mean": (
-        "bsa.kernels_norm",
+        "bsa.combine.kernels",
         "b_x - token_sum(b_x) / N",
         "b_x",
         "--program 1",
         "step 0, Y_slc",
         "the mean or the deviation of the selected branch",
     ),
-    "u": ("bsa.kernels_norm", "(b_u * acc)", "acc", "", "O_final", "the product of u and the sum of the branches"),
+    "u": ("bsa.combine.kernels", "(b_u * acc)", "acc", "", "O_final", "the product of u and the sum of the branches"),
     "slope": (
         "_device.silu",
         "(ratio - ratio * b_sigmoid)",
@@ -114,7 +114,7 @@ BUGS = {
         "the slope of SiLU",
     ),
     "dK": (
-        "bsa.kernels_selected",
+        "bsa.selected.kernels",
         "tl.trans(b_ds), b_q, acc_dk, input",
         "tl.trans(b_ds), b_q, input",
         "--direction backward",
@@ -122,7 +122,7 @@ BUGS = {
         "the product of dS and Q",
     ),
     "dV": (
-        "bsa.kernels_selected",
+        "bsa.selected.kernels",
         "b_p = tl.where(m_keep, b_p, 0.0).to",
         "b_p = b_p.to",
         "--direction backward",
@@ -130,7 +130,7 @@ BUGS = {
         "the mask: row 0 sees",
     ),
     "base": (
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "if base is not None:",
         "if False:",
         "--direction backward",

@@ -78,7 +78,7 @@ BUGS = {
         "the mask: row 0 sees key",
     ),
     "scale": (
-        "nsa.kernels_selected_fwd",
+        "nsa.selected.kernels.fwd",
         "m = tl.max(b_s, 1) * scale_log2",
         "m = tl.max(b_s, 1)",
         "",
@@ -86,7 +86,7 @@ BUGS = {
         "times what it should be",
     ),
     "entries": (
-        "nsa.kernels_index",
+        "nsa.selected.kernels.index",
         "o_token * (S + OWN) + o_s, mask=m_e",
         "(o_token ^ 1) * (S + OWN) + o_s, mask=m_e",
         "",
@@ -94,7 +94,7 @@ BUGS = {
         "or the entries of the list",
     ),
     "segment": (
-        "nsa.kernels_index",
+        "nsa.selected.kernels.index",
         "SEGMENT, SEGMENT))",
         "SEGMENT, SEGMENT) // 2)",
         "--block-m 32 --seq-blocks 4",
@@ -102,7 +102,7 @@ BUGS = {
         "entries the list",
     ),
     "weight": (
-        "nsa.kernels_selected_fwd",
+        "nsa.selected.kernels.fwd",
         "tl.exp2(b_one - total)",
         "tl.exp2(b_one - m)",
         "--program 1",
@@ -110,7 +110,7 @@ BUGS = {
         "the weight of a slot",
     ),
     "rescale": (
-        "nsa.kernels_selected_fwd",
+        "nsa.selected.kernels.fwd",
         "acc * rescale[:, None], input_precision",
         "acc, input_precision",
         "--order union",
@@ -118,7 +118,7 @@ BUGS = {
         "the rescale of O is missing",
     ),
     "named": (
-        "nsa.kernels_selected_fwd",
+        "nsa.selected.kernels.fwd",
         'tl.where(named, shift, float("inf"))',
         "shift",
         "--order union",
@@ -126,7 +126,7 @@ BUGS = {
         "the mask: row",
     ),
     "union": (
-        "nsa.kernels_index",
+        "nsa.selected.kernels.index",
         "(n_union - tl.cumsum(ends.to(tl.int32), 0))",
         "(tl.cumsum(ends.to(tl.int32), 0) - 1)",
         "--order union",
@@ -134,7 +134,7 @@ BUGS = {
         "which block the list or the union holds",
     ),
     "dS": (
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "b_p * (b_dp - b_delta[:, None])",
         "b_p * b_dp",
         "--order union --direction backward",
@@ -142,7 +142,7 @@ BUGS = {
         "delta is not subtracted",
     ),
     "dK": (
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "tl.trans(b_ds), b_q, acc_dk, input",
         "tl.trans(b_ds), b_q, input",
         "--direction backward --block-m 32 --seq-blocks 4",
@@ -150,7 +150,7 @@ BUGS = {
         "the product of dS and Q",
     ),
     "slots": (
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "acc += tl.where(present[:, None]",
         "acc = tl.where(present[:, None]",
         "--direction backward",

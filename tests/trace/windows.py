@@ -1,7 +1,7 @@
 """Functions for `tilewise trace nsa-compressed --impl`."""
 
 from tilewise import compressed_attention
-from tilewise.ops.nsa.compressed import compressed_forward
+from tilewise.ops.nsa.compress.launch import compressed_forward
 
 
 def right(q, k_cmp, v_cmp, compress_size, compress_stride):

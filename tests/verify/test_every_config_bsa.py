@@ -7,7 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import cli
-from tilewise.ops.bsa import configs, selected
+from tilewise.ops.bsa import configs
+from tilewise.ops.bsa.choose import launch as choose
+from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.flash.configs import SHARED_MEMORY
 from tilewise.verify.every_config import Request, run_entries
 from tilewise.workbench.bsa import configs as bsa
@@ -100,7 +102,7 @@ def test_a_wrong_backward_fails_and_is_placed(monkeypatch):
 
 
 def test_a_wrong_choice_fails(monkeypatch):
-    right = selected.choose
+    right = choose.choose
 
     def wrong(*arguments):
         indices, public = right(*arguments)
@@ -108,7 +110,7 @@ def test_a_wrong_choice_fails(monkeypatch):
         public[0, 1, 40, -1] = -1
         return indices, public
 
-    monkeypatch.setattr(selected, "choose", wrong)
+    monkeypatch.setattr(choose, "choose", wrong)
     outcome = invoke("--kernel", str(number_of("choose-fp32-d128")), "--small", "--diff")
     assert outcome.exit_code == 1, outcome.output
     assert "indices: at [0, 1, 40] block 10, which is always chosen, is not in" in outcome.output

@@ -10,7 +10,10 @@ from tilewise import cli
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import SHARED_MEMORY
-from tilewise.ops.nsa import choose, configs, selected
+from tilewise.ops.nsa import configs
+from tilewise.ops.nsa.choose import launch as choose
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import make_inputs
 from tilewise.verify.every_config import Choice, Request, run_entries
 from tilewise.workbench.flash import configs as flash
 from tilewise.workbench.nsa import configs as nsa_selected
@@ -156,5 +159,5 @@ def test_configurations_of_the_query_order_run_in_query_order(order):
                     for heads in (nsa_selected.HEADS, 1)
                 )
                 indices = torch.zeros(1, 8, 1, nsa_selected.SLOTS, dtype=torch.int32)
-                inputs = selected.make_inputs(q, k, k, indices, None, nsa_selected.BLOCK, 1.0)
+                inputs = make_inputs(q, k, k, indices, None, nsa_selected.BLOCK, 1.0)
                 assert inputs.union_tokens(order) == entry.config.block_m // nsa_selected.HEADS

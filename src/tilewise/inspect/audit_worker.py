@@ -33,11 +33,12 @@ def _launch_end_chunks() -> None:
 
     Only those are kept anyway, and building the others takes a minute and gigabytes a case.
     """
-    from tilewise.ops.nsa import index
+    from tilewise.ops.nsa.selected import index
+    from tilewise.ops.nsa.selected.problem import Named
 
     chunks = index.chunks
 
-    def ends(named: index.Named, bytes_a_token: int) -> list[index.Chunk]:
+    def ends(named: Named, bytes_a_token: int) -> list[index.Chunk]:
         found = chunks(named, bytes_a_token)
         return [*found[:1], *found[1:][-1:]]
 

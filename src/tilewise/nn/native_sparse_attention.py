@@ -9,9 +9,8 @@ from tilewise.nn.compression import WindowCompression, windows_of
 from tilewise.nn.rotary import packed_positions, rotate
 from tilewise.ops._host import checks
 from tilewise.ops.nsa.api import native_sparse_attention
-from tilewise.ops.nsa.arguments import check_sizes
 from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
-from tilewise.ops.nsa.sizes import Sizes
+from tilewise.ops.nsa.problem import Sizes, check_sizes
 
 COMPRESSIONS = ("mean", "learned")
 

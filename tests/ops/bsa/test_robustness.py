@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tilewise.ops.bsa import launch, reference, selected
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa import launch, reference
+from tilewise.ops.bsa.choose.launch import choose
+from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.nsa import configs as nsa_configs
 
 # What takes long to interpret is left to the slow set, and to a GPU.
@@ -42,7 +44,7 @@ def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, de
     # Exact means of two keys, so that rounding breaks no tie.
     k_cmp = k.unflatten(1, (-1, 2)).mean(2)
     k_cmp[:, 5] = torch.nan
-    indices, public = selected.choose(q, k_cmp, None, None, count, 2, 1, 1.0)
+    indices, public = choose(q, k_cmp, None, None, count, 2, 1, 1.0)
     scores = reference.choice_scores(q, k_cmp.repeat_interleave(2, 1), block_size=2, scale=1.0)
     expected = reference._choose(scores, count)
     # A sigmoid in two fast operations rounds as it does: equal sums give equal scores, others may swap where they

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tilewise.ops.bsa import launch, selected, simulate
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa import launch, simulate
+from tilewise.ops.bsa.problem import Options
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
+from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.nsa.simulate import Tiling, segments
 
 # Tokens, rows a tile, keys a block, blocks chosen.

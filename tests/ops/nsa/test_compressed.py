@@ -14,7 +14,7 @@ from tilewise.ops._host.launching import Launch, run_all
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash import simulate
 from tilewise.ops.flash.configs import Config
-from tilewise.ops.nsa.compressed import compressed_backward, compressed_forward, make_inputs
+from tilewise.ops.nsa.compress.launch import compressed_backward, compressed_forward, make_inputs
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.3

@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
-from tilewise.ops.nsa import launch, selected
-from tilewise.ops.nsa.choose import choose
-from tilewise.ops.nsa.sizes import Sizes
+from tilewise.ops.nsa import launch
+from tilewise.ops.nsa.choose.launch import choose
+from tilewise.ops.nsa.problem import Sizes
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import make_inputs
 
 
 @pytest.mark.gpu
@@ -24,9 +26,7 @@ def test_bad_offsets_never_lead_out_of_bounds(order, device):
     around[256:512] = torch.randn(256, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     q, k = around[256:512], around[256:512, :1]
     indices = torch.zeros(256, 1, 16, dtype=torch.int32, device=device)
-    inputs = selected.make_inputs(
-        q, k, k, indices, torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device), 64, 0.25
-    )
+    inputs = make_inputs(q, k, k, indices, torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device), 64, 0.25)
     o, lse = selected.forward(inputs, order)
     results = o, lse, *selected.backward(inputs, o, lse, q, None, order)[:3]
     assert not any((x.isfinite() & (x.abs() > 1e6)).any() for x in results)
@@ -52,7 +52,7 @@ def test_a_row_that_names_nothing_is_zero_beside_a_neighbour_that_sees_nan(devic
     indices = torch.zeros(1, 64, 1, 2, dtype=torch.int32, device=device)
     indices[:, 1::2] = -1
     for order in ("lists", "union"):
-        o, lse = selected.forward(selected.make_inputs(q, k[:, :, :1], v, indices, None, 16, 0.25), order)
+        o, lse = selected.forward(make_inputs(q, k[:, :, :1], v, indices, None, 16, 0.25), order)
         assert (o[:, 1::2] == 0).all()
         assert lse[..., 1::2].isneginf().all()
 
@@ -61,7 +61,7 @@ def test_a_row_that_names_nothing_is_zero_beside_a_neighbour_that_sees_nan(devic
 def test_an_index_that_is_no_block_does_not_become_one(device):
     x = torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).to(device)
     indices = torch.full((1, 40, 1, 1), 2**32 + 1, dtype=torch.int64, device=device)
-    o, lse = selected.forward(selected.make_inputs(x, x, x, indices, None, 16, 0.25))
+    o, lse = selected.forward(make_inputs(x, x, x, indices, None, 16, 0.25))
     assert (o == 0).all()
     assert lse.isneginf().all()
 
@@ -82,7 +82,7 @@ def test_more_blocks_than_the_index_can_number_are_refused():
     x = torch.empty(1, 9_000_000, 1, 1, device="meta")
     indices = torch.empty(1, 9_000_000, 1, 16, dtype=torch.int32, device="meta")
     with pytest.raises(ValueError, match="take larger blocks"):
-        selected.make_inputs(x, x, x, indices, None, 1, 1.0)
+        make_inputs(x, x, x, indices, None, 1, 1.0)
 
 
 def test_windows_that_fit_no_tile_are_refused():
@@ -97,11 +97,12 @@ def test_one_channel_compiles():
 import json, torch
 from tilewise.inspect.compile import compile_launch
 from tilewise.ops._host.launching import capture
-from tilewise.ops.nsa import selected
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import make_inputs
 x = torch.empty(1, 256, 2, 1, dtype=torch.bfloat16, device="meta")
 with capture(90) as launches:
     indices = torch.empty(1, 256, 1, 4, dtype=torch.int32, device="meta")
-    inputs = selected.make_inputs(x, x[:, :, :1], x[:, :, :1], indices, None, 16, 1.0)
+    inputs = make_inputs(x, x[:, :, :1], x[:, :, :1], indices, None, 16, 1.0)
     o, lse = selected.forward(inputs)
     selected.backward(inputs, o, lse, o, None)
 chosen = [item for item in launches if "selected" in item.kernel.__name__]

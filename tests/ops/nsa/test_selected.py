@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from tilewise.ops.nsa import configs, index, reference, selected
+from tilewise.ops.nsa import configs, reference
+from tilewise.ops.nsa.selected import index
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import Named, make_inputs
 
 
 def problem(device, tokens=70, heads=4, key_heads=2, slots=3, block=16, dtype=torch.float32, cu=None):
@@ -30,7 +33,7 @@ def inside(indices, tokens, block):
 
 
 def run(q, k, v, do, indices, block, order, cu=None):
-    inputs = selected.make_inputs(q, k, v, indices, cu, block, q.shape[-1] ** -0.5)
+    inputs = make_inputs(q, k, v, indices, cu, block, q.shape[-1] ** -0.5)
     o, lse = selected.forward(inputs, order)
     dq, dk, dv, _ = selected.backward(inputs, o, lse, do, None, order)
     return o, lse, dq, dk, dv
@@ -60,7 +63,7 @@ def test_chunks_of_tokens_change_nothing_but_the_order_of_sums(device, monkeypat
     monkeypatch.setattr(configs, "LIST_ENTRIES", 32)
     monkeypatch.setattr(configs, "PARTIAL_BYTES", 24 << 10)
     monkeypatch.setattr(configs, "SEGMENT_ENTRIES", dict.fromkeys(configs.SEGMENT_ENTRIES, (4, 4)))
-    inputs = selected.make_inputs(*case[:3], case[4], None, 16, 0.25)
+    inputs = make_inputs(*case[:3], case[4], None, 16, 0.25)
     assert len(index.chunks(inputs.named, inputs.named.heads * inputs.named.slots * (16 * 4 + 8))) > 2
     parted = run(*case, 16, "lists")
     assert_close(parted, expected(*case, 16))
@@ -85,7 +88,7 @@ def test_a_block_cut_into_parts_and_a_group_cut_into_heads(device, monkeypatch):
     truth = expected(*case, 32)
     monkeypatch.setattr(configs, "KEY_TILE_BYTES", dict.fromkeys(configs.KEY_TILE_BYTES, 2 * 16 * 16 * 4))
     monkeypatch.setattr(configs, "rows_a_token", lambda *_: 2)
-    inputs = selected.make_inputs(*case[:3], case[4], None, 32, 0.25)
+    inputs = make_inputs(*case[:3], case[4], None, 32, 0.25)
     assert inputs.named.block_size == 16
     assert inputs.named.heads == 3
     assert_close(run(*case, 32, "lists"), truth)
@@ -99,7 +102,7 @@ def test_lists_hold_each_entry_once_in_the_order_of_tokens(device):
         [[[1, 0, 1], [0, 0, -1], [2, 5, 0], [1, 2, 2], [0, 1, 2]]], dtype=torch.int32, device=device
     )[:, :, None, :]
     for once in (True, False):
-        named = index.Named(indices.contiguous(), None, 2, 0, once)
+        named = Named(indices.contiguous(), None, 2, 0, once)
         (chunk,) = index.chunks(named, 1)
         lists = index.make_lists(named, chunk, 64, None, 0)
         found = []
@@ -120,7 +123,7 @@ def test_unions_name_each_block_once_from_the_last_down(device):
     indices = torch.tensor([[[1, 0], [3, 1], [0, -1], [2, 2], [3, 9], [0, 0]]], dtype=torch.int32, device=device)[
         :, :, None, :
     ]
-    unions = index.make_unions(index.Named(indices.contiguous(), None, 2, 0, True), 4)
+    unions = index.make_unions(Named(indices.contiguous(), None, 2, 0, True), 4)
     sizes = unions.sizes.tolist()
     blocks = [unions.blocks[i, : sizes[i][0]].tolist() for i in range(2)]
     bits = [unions.bits[i, : sizes[i][0]].tolist() for i in range(2)]
@@ -153,7 +156,7 @@ def test_the_device_chooses_the_order(device, monkeypatch):
     on the host.
     """
     case = problem(device, tokens=60, dtype=torch.bfloat16)
-    inputs = selected.make_inputs(*case[:3], case[4], None, 16, 0.25)
+    inputs = make_inputs(*case[:3], case[4], None, 16, 0.25)
     for answer, order in ((True, "union"), (False, "lists")):
         monkeypatch.setattr(
             configs, "in_query_order", lambda direction, union, *_, answer=answer: (union < torch.inf) == answer
@@ -170,4 +173,4 @@ def test_every_block_size_has_parts_that_fit_or_is_refused():
     assert configs.parts_of_block(127, 256, 4, 90) == 0
     x = torch.zeros(1, 127, 1, 256)
     with pytest.raises(ValueError, match="block_size is 127.*a multiple of 16"):
-        selected.make_inputs(x, x, x, torch.zeros(1, 127, 1, 1), None, 127, 1.0)
+        make_inputs(x, x, x, torch.zeros(1, 127, 1, 1), None, 127, 1.0)

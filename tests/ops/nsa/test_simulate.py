@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from tilewise.ops.flash import simulate as flash
-from tilewise.ops.nsa import index, selected, simulate
+from tilewise.ops.nsa import simulate
 from tilewise.ops.nsa.reference import compressed_attention, selected_attention
+from tilewise.ops.nsa.selected import index
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import make_inputs
 from tilewise.ops.nsa.simulate import Incoming, Tiling, compressed_options
 from tilewise.workbench.nsa.base import block_pattern
 
@@ -129,7 +132,7 @@ def test_the_index_kernels_make_the_same_lists_and_unions(problem, device):
     q, k, v, _, _, indices = make(problem, key_heads=KEY_HEADS)
     tokens, group, rows, block, count, _, _ = PROBLEMS[problem]
     q, k, v = (x.float().to(device)[None] for x in (q.flatten(1, 2), k, v))
-    named = selected.make_inputs(q, k, v, indices.to(device)[None], None, block, 1.0).named
+    named = make_inputs(q, k, v, indices.to(device)[None], None, block, 1.0).named
     (chunk,) = index.chunks(named, 1)
     lists = index.make_lists(named, chunk, SEGMENT, None, 0)
     expected = simulate.segments(indices, block, SEGMENT)
@@ -166,9 +169,7 @@ def test_the_index_kernels_make_the_same_lists_and_unions(problem, device):
 def test_the_kernels_store_what_the_simulation_makes(problem, order, dtype, device):
     q, k, v, do, dlse, indices = (x.to(device) for x in make(problem, dtype, KEY_HEADS))
     tiling, scale = of_problem(problem)
-    inputs = selected.make_inputs(
-        q.flatten(1, 2)[None], k[None], v[None], indices[None], None, tiling.block_size, scale
-    )
+    inputs = make_inputs(q.flatten(1, 2)[None], k[None], v[None], indices[None], None, tiling.block_size, scale)
     o, lse = selected.forward(inputs, order)
     dlse = dlse.float().masked_fill(lse[0].T.unflatten(1, (KEY_HEADS, -1)).isinf(), 0.0)
     gradients = selected.backward(inputs, o, lse, do.flatten(1, 2)[None], dlse.flatten(1, 2).T[None], order)[:3]

@@ -9,7 +9,7 @@ from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import register
 from tilewise.ops.bsa import cpu, reference
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa.problem import Options
 from tilewise.ops.nsa.branches import nothing, without_autocast
 
 if HAS_TRITON:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from tilewise.ops.bsa.options import LAYER_NORM_EPS, Options, Results
+from tilewise.ops.bsa.problem import LAYER_NORM_EPS, Options, Results
 from tilewise.ops.nsa import cpu_tiles as tiles
 from tilewise.ops.nsa.cpu import compress
 from tilewise.ops.nsa.cpu_tiles import STATE
-from tilewise.ops.nsa.sizes import mean_windows
+from tilewise.ops.nsa.problem import mean_windows
 
 Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 

@@ -7,9 +7,9 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
-from tilewise.ops.nsa import arguments, branches, reference
-from tilewise.ops.nsa.sizes import Sizes, window_count
-from tilewise.ops.nsa.steps import compressed_attention, contiguous, scale_of, select_blocks, selected_attention
+from tilewise.ops.nsa import branches, problem, reference
+from tilewise.ops.nsa.problem import Sizes, contiguous, scale_of, window_count
+from tilewise.ops.nsa.steps import compressed_attention, select_blocks, selected_attention
 
 __all__ = ["compressed_attention", "native_sparse_attention", "select_blocks", "selected_attention"]
 
@@ -107,11 +107,11 @@ def _prepare(
     """The arguments of `nsa_forward`, checked; None where the reference is to compute."""
     *numbers, window_size, scale, return_indices, backend = options
     sizes = Sizes(*numbers)
-    arguments.check_sizes(sizes)
+    problem.check_sizes(sizes)
     checks.check_whole(window_size, "window_size", 1)
     tensors = {"q": q, "k": k, "v": v}
-    backend = arguments.check_tensors(tensors, cu, backend, sizes.block_size)
-    arguments.check_lengths(tensors)
+    backend = problem.check_tensors(tensors, cu, backend, sizes.block_size)
+    problem.check_lengths(tensors)
     _check_gates(q, g_cmp, g_slc, g_swa, cu is not None)
     if return_indices and g_slc is None:
         raise ValueError(
@@ -194,7 +194,7 @@ def _check_learned(
             "k_cmp and v_cmp must have k's heads, and v_cmp v's channels "
             f"(got shapes {checks.shapes_of({'k': k, 'v': v, 'k_cmp': k_cmp, 'v_cmp': v_cmp})})"
         )
-    arguments.check_windows(q, k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
+    problem.check_windows(q, k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
 
 
 def _check_values(
@@ -204,11 +204,11 @@ def _check_values(
     cu_seqlens: torch.Tensor | None,
     sizes: Sizes,
 ) -> None:
-    arguments.check_offset_values(q, cu_seqlens)
+    problem.check_offset_values(q, cu_seqlens)
     if k_cmp is not None:
-        arguments.check_window_values(k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
+        problem.check_window_values(k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
     if block_indices is not None:
-        arguments.check_index_values(block_indices, cu_seqlens, sizes.block_size)
+        problem.check_index_values(block_indices, cu_seqlens, sizes.block_size)
 
 
 def _options(numbers: tuple[Any, ...]) -> branches.Options:

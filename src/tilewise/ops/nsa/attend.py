@@ -9,7 +9,7 @@ from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
 from tilewise.ops._host.slot import compute
 from tilewise.ops.flash.api import flash_forward
-from tilewise.ops.nsa import arguments, reference
+from tilewise.ops.nsa import problem, reference
 from tilewise.ops.nsa.branches import KERNELS, fake_outputs, nothing, without_autocast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -128,8 +128,8 @@ def _check(
     checks.check_whole(block_size, "block_size", 1)
     tensors = {"fq": fq, "fk": fk, "fv": fv}
     checks.check_fit(tensors, checks.check_attention_tensors(tensors, False, layout=LAYOUT), False, heads_axis=1)
-    arguments.check_lengths(tensors, axis=2)
-    backend = arguments.check_backend(backend, fq, "fq", block_size)
+    problem.check_lengths(tensors, axis=2)
+    backend = problem.check_backend(backend, fq, "fq", block_size)
     # Heads and blocks are free, the one within limits: the rest of the shape is expected.
     heads, slots = (
         (indices.shape[1], indices.shape[3])

@@ -11,7 +11,7 @@ import torch
 from tilewise.ops._host.backend import HAS_TRITON
 from tilewise.ops.flash import cpu as flash_cpu
 from tilewise.ops.nsa import cpu
-from tilewise.ops.nsa.sizes import Sizes, given_windows
+from tilewise.ops.nsa.problem import Sizes, given_windows
 
 if HAS_TRITON:
     from tilewise.ops.flash import launch as flash_launch

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops.nsa.arguments import check_sizes
-from tilewise.ops.nsa.sizes import Sizes, window_count
+from tilewise.ops.nsa.problem import Sizes, check_sizes, window_count
 
 Compress = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

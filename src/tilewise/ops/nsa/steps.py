@@ -9,9 +9,9 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.register import register
-from tilewise.ops.nsa import arguments, reference
+from tilewise.ops.nsa import problem, reference
 from tilewise.ops.nsa.branches import KERNELS, fake_gradients, fake_outputs, without_autocast
-from tilewise.ops.nsa.sizes import Sizes, given_windows
+from tilewise.ops.nsa.problem import Sizes, given_windows
 
 
 @autocasting
@@ -54,13 +54,13 @@ def compressed_attention(
     Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
     synchronisation).
     """
-    arguments.check_compression(compress_size, compress_stride)
-    backend = arguments.check_tensors({"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}, cu_seqlens, backend)
-    arguments.check_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
-    scale = scale_of(q, scale)
-    cu_seqlens = contiguous(cu_seqlens)
+    problem.check_compression(compress_size, compress_stride)
+    backend = problem.check_tensors({"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}, cu_seqlens, backend)
+    problem.check_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+    scale = problem.scale_of(q, scale)
+    cu_seqlens = problem.contiguous(cu_seqlens)
     if backend == "reference":
-        _check_window_values(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+        problem.check_packed_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
         o, lse = reference.compressed_attention(
             q,
             k_cmp,
@@ -112,13 +112,13 @@ def select_blocks(
     synchronisation).
     """
     sizes = Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks)
-    arguments.check_sizes(sizes)
-    backend = arguments.check_tensors({"q": q, "k_cmp": k_cmp}, cu_seqlens, backend)
-    arguments.check_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
-    scale = scale_of(q, scale)
-    cu_seqlens = contiguous(cu_seqlens)
+    problem.check_sizes(sizes)
+    backend = problem.check_tensors({"q": q, "k_cmp": k_cmp}, cu_seqlens, backend)
+    problem.check_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+    scale = problem.scale_of(q, scale)
+    cu_seqlens = problem.contiguous(cu_seqlens)
     if backend == "reference":
-        _check_window_values(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+        problem.check_packed_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
         return reference.select_blocks(q, k_cmp, **sizes._asdict(), scale=scale, cu_seqlens=cu_seqlens)
     return select.call_checked((q.detach(), k_cmp.detach(), cu_seqlens), (*sizes, scale, backend))
 
@@ -160,44 +160,21 @@ def selected_attention(
     """
     checks.check_whole(block_size, "block_size", 1)
     tensors = {"q": q, "k": k, "v": v}
-    backend = arguments.check_tensors(tensors, cu_seqlens, backend, block_size)
-    arguments.check_lengths(tensors)
+    backend = problem.check_tensors(tensors, cu_seqlens, backend, block_size)
+    problem.check_lengths(tensors)
     slots = block_indices.shape[-1] if isinstance(block_indices, torch.Tensor) and block_indices.dim() else 0
     axes = "[B, T, Hk, S]" if cu_seqlens is None else "[N, Hk, S]"
     checks.check_indices_tensor(block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], slots), axes)
-    scale = scale_of(q, scale)
-    cu_seqlens, block_indices = contiguous(cu_seqlens), block_indices.contiguous()
+    scale = problem.scale_of(q, scale)
+    cu_seqlens, block_indices = problem.contiguous(cu_seqlens), block_indices.contiguous()
     if backend == "reference":
-        _check_selection(q, block_indices, cu_seqlens, block_size)
+        problem.check_selection(q, block_indices, cu_seqlens, block_size)
         o, lse = reference.selected_attention(
             q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
         )
     else:
         o, lse = selected_forward.call_checked((q, k, v, block_indices, cu_seqlens), (block_size, scale, backend))
     return (o, lse) if return_lse else o
-
-
-def scale_of(q: torch.Tensor, scale: float | None) -> float:
-    """The scale to use, checked where it is given."""
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    checks.check_number(scale, "scale")
-    return checks.as_float(scale)
-
-
-def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Offsets or indices as kernels read them."""
-    return None if x is None else x.contiguous()
-
-
-def _check_window_values(q: torch.Tensor, k_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int) -> None:
-    arguments.check_offset_values(q, cu)
-    arguments.check_window_values(k_cmp, cu, size, stride)
-
-
-def _check_selection(q: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int) -> None:
-    arguments.check_offset_values(q, cu)
-    arguments.check_index_values(indices, cu, block_size)
 
 
 def _run_compressed_forward(
@@ -210,7 +187,7 @@ def _run_compressed_forward(
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_window_values(q, k_cmp, cu, size, stride)
+    problem.check_packed_windows(q, k_cmp, cu, size, stride)
     return _plan_compressed_forward(q, k_cmp, v_cmp, cu, size, stride, scale, backend)
 
 
@@ -277,7 +254,7 @@ def _run_select(
     scale: float,
     backend: str,
 ) -> torch.Tensor:
-    _check_window_values(q, k_cmp, cu, size, stride)
+    problem.check_packed_windows(q, k_cmp, cu, size, stride)
     return _plan_select(q, k_cmp, cu, size, stride, block_size, block_count, init_blocks, local_blocks, scale, backend)
 
 
@@ -311,7 +288,7 @@ def _run_selected_forward(
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_selection(q, indices, cu, block_size)
+    problem.check_selection(q, indices, cu, block_size)
     return _plan_selected_forward(q, k, v, indices, cu, block_size, scale, backend)
 
 

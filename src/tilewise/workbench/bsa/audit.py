@@ -7,7 +7,7 @@ import torch
 
 from tilewise.inspect.audit_cases import HEADS, Case, gates, layouts, offsets, rows
 from tilewise.ops.bsa import launch as bsa
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa.problem import Options
 
 
 def cases() -> Iterator[Case]:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 
 from tilewise.ops._host.backend import as_if_on
-from tilewise.ops.bsa import configs, launch, selected
+from tilewise.ops.bsa import configs, launch
+from tilewise.ops.bsa.choose import launch as choose
 from tilewise.ops.bsa.configs import TABLE, WIDTHS, Config, Kernel
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa.problem import Options
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.ops.flash.configs import Family
+from tilewise.ops.nsa.compress.launch import compress
 from tilewise.ops.nsa.configs import parts_of_block
-from tilewise.ops.nsa.launch import compress
 from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.workbench.nsa.configs import CARDS
 from tilewise.workbench.operator import Configurations
@@ -141,7 +142,7 @@ def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
         k=(1, tokens, HEADS, entry.channels),
     )
     k_cmp = compress(k, None, None, SMALL_BLOCK, SMALL_BLOCK)
-    _, indices = selected.choose(q, k_cmp, None, None, COUNT, SMALL_BLOCK, 1, entry.channels**-0.5)
+    _, indices = choose.choose(q, k_cmp, None, None, COUNT, SMALL_BLOCK, 1, entry.channels**-0.5)
     truth, eager = (
         choice_scores(q.double(), k.double(), block_size=SMALL_BLOCK),
         choice_scores(q, k, block_size=SMALL_BLOCK, compute_dtype=q.dtype),

@@ -3,13 +3,8 @@
 from tilewise.verify.suite import Mutant
 
 _VARLEN, _BLOCKS = "_device.varlen", "_device.blocks"
-_CHOOSE, _NORM, _KEYS, _SELECTED, _BSA = (
-    "bsa.kernels_choose",
-    "bsa.kernels_norm",
-    "bsa.kernels_keys",
-    "bsa.kernels_selected",
-    "bsa.launch",
-)
+_CHOOSE, _COMBINE, _SELECTED = "bsa.choose.kernels", "bsa.combine.kernels", "bsa.selected.kernels"
+_BSA, _SELECTED_LAUNCH = "bsa.launch", "bsa.selected.launch"
 _VISIBLE = "right = -min(options.block_size - 1, q.shape[-3])"
 _SCORE = "silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None)"
 _CMP = "acc, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)"
@@ -97,14 +92,14 @@ BSA = (
     Mutant(
         "wrong-count",
         "a mean divides by one too few",
-        "nsa.kernels_compress",
+        "nsa.compress.kernels",
         "acc / SIZE, D, BLOCK_N",
         "acc / (SIZE - 1), D, BLOCK_N",
     ),
     Mutant(
         "selected-base-2",
         "chosen blocks: the sigmoid is that of base 2",
-        "bsa.selected",
+        _SELECTED_LAUNCH,
         '"n_slots": named.tile_slots(named.block_size), "scale_log2": scale * LOG2E',
         '"n_slots": named.tile_slots(named.block_size), "scale_log2": scale',
     ),
@@ -125,58 +120,62 @@ BSA = (
     Mutant(
         "slot-lost",
         "the first chosen block is left out of the sum",
-        "nsa.kernels_selected_bwd",
+        "nsa.selected.kernels.bwd",
         "for i_s in range(SLOTS)",
         "for i_s in range(1, SLOTS)",
     ),
     Mutant(
         "norm-of-a-head",
         "layer norm takes each head by itself",
-        _NORM,
+        _COMBINE,
         "tl.sum(tl.sum(b_x, 2), 1)[:, None, None]",
         "tl.sum(b_x, 2)[:, :, None] * b_x.shape[1]",
     ),
-    Mutant("norm-uncentred", "layer norm does not take off the mean", _NORM, "b_x - token_sum(b_x) / N", "b_x"),
-    Mutant("eps-missing", "layer norm divides by zero where a branch sees nothing", _NORM, "/ N + EPS", "/ N"),
+    Mutant("norm-uncentred", "layer norm does not take off the mean", _COMBINE, "b_x - token_sum(b_x) / N", "b_x"),
+    Mutant("eps-missing", "layer norm divides by zero where a branch sees nothing", _COMBINE, "/ N + EPS", "/ N"),
     Mutant(
         "gate-after-norm",
         "the compressed branch's gate comes after the norm",
-        _NORM,
+        _COMBINE,
         _CMP,
         "acc = normalise(b_x, m_x, H * DV, EPS)[0] * b_gate[:, :, None]",
     ),
     Mutant(
         "wrong-gate",
         "the window takes the chosen blocks' gate",
-        _NORM,
+        _COMBINE,
         "gated_branch(o_swa, g_swa",
         "gated_branch(o_swa, g_slc",
     ),
-    Mutant("u-ignored", "the backward lacks u", _NORM, "b_dy = b_do * b_u", "b_dy = b_do"),
-    Mutant("du-with-u", "u's gradient is multiplied by u", _NORM, "(b_do * acc).to(du", "(b_dy * acc).to(du"),
+    Mutant("u-ignored", "the backward lacks u", _COMBINE, "b_dy = b_do * b_u", "b_dy = b_do"),
+    Mutant("du-with-u", "u's gradient is multiplied by u", _COMBINE, "(b_do * acc).to(du", "(b_dy * acc).to(du"),
     Mutant(
         "norm-mean-gradient",
         "the mean passes no gradient",
-        _NORM,
+        _COMBINE,
         _NORM_BACK,
         "b_dy - b_y * (token_sum(b_dy * b_y) / (H * DV))",
     ),
     Mutant(
         "norm-deviation-gradient",
         "the deviation passes no gradient",
-        _NORM,
+        _COMBINE,
         _NORM_BACK,
         "b_dy - token_sum(b_dy) / (H * DV)",
     ),
     Mutant(
         "gate-gradient",
         "a gate's gradient does not come through the norm",
-        _NORM,
+        _COMBINE,
         "tl.sum(b_dx * b_x, 2)",
         "tl.sum(b_dy * b_x, 2)",
     ),
     Mutant(
-        "ungated-backward", "branches get the gradient without their gate", _NORM, "(b_dx * b_gate[:, :, None])", "b_dx"
+        "ungated-backward",
+        "branches get the gradient without their gate",
+        _COMBINE,
+        "(b_dx * b_gate[:, :, None])",
+        "b_dx",
     ),
     Mutant(
         "slope-without-scale",
@@ -195,20 +194,24 @@ BSA = (
     Mutant(
         "means-unscaled",
         "keys get their means' whole gradient",
-        _KEYS,
+        _COMBINE,
         "mask=m_c, other=0.0).to(tl.float32) / BLOCK_SIZE",
         "mask=m_c, other=0.0).to(tl.float32)",
     ),
     Mutant(
         "means-lost",
         "keys get nothing of their means' gradient",
-        _KEYS,
+        _COMBINE,
         "mask=m_c, other=0.0)",
         "mask=m_c & (o_d < 0)[None, :], other=0.0)",
     ),
-    Mutant("window-lost", "keys get nothing of the window's gradient", _KEYS, "if dx_swa is not None:", "if False:"),
+    Mutant("window-lost", "keys get nothing of the window's gradient", _COMBINE, "if dx_swa is not None:", "if False:"),
     Mutant(
-        "compressed-dq-lost", "dQ lacks the compressed branch", "bsa.selected", "inputs, lists, base)", "inputs, lists)"
+        "compressed-dq-lost",
+        "dQ lacks the compressed branch",
+        _SELECTED_LAUNCH,
+        "inputs, lists, base)",
+        "inputs, lists)",
     ),
     Mutant("window-dq-lost", "dQ lacks the window", _BSA, "dq = dq.add_(dq_swa)", "dq = dq.contiguous()"),
 )
@@ -332,14 +335,14 @@ HSTU_BSA = (
     Mutant(
         "means-from-token-0",
         "every sequence's means are the first one's",
-        "nsa.kernels_compress",
+        "nsa.compress.kernels",
         "(start + o_c * STRIDE)",
         "(o_c * STRIDE)",
     ),
     Mutant(
         "gradient-of-the-first",
         "keys get the first sequence's means' gradient",
-        _KEYS,
+        _COMBINE,
         "start_w, n_mine = sequence_bounds",
         "_, n_mine = sequence_bounds",
     ),

@@ -7,11 +7,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from tilewise.ops.bsa import configs, launch, selected, simulate
-from tilewise.ops.bsa.options import Options, Results
+from tilewise.ops.bsa import configs, launch, simulate
+from tilewise.ops.bsa.combine.launch import norm_rows
+from tilewise.ops.bsa.problem import Options, Results
 from tilewise.ops.bsa.reference import block_sparse_attn
+from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.flash.simulate import Named
-from tilewise.ops.nsa.selected import SUMMED_ROWS
+from tilewise.ops.nsa.selected.launch import SUMMED_ROWS
 from tilewise.ops.nsa.simulate import Results as Entries
 from tilewise.ops.nsa.simulate import Segment, Tiling, segments
 from tilewise.trace.beside import (
@@ -239,7 +241,7 @@ def trace_forward(case: Case, head: int, segment_number: int, sum_number: int) -
 
 
 def _trace_norm(case: Case, token: int) -> Traced:
-    program, row = divmod(token, launch.norm_rows(*case.u.shape[-2:]))
+    program, row = divmod(token, norm_rows(*case.u.shape[-2:]))
     with record({NORM.name: program}) as recording:
         results = launch.forward(case.q, case.k, case.v, case.u, (*case.gates, None), None, case.options)
 

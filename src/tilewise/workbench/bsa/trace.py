@@ -1,9 +1,9 @@
 """Block-sparse attention: what a trace is asked of."""
 
 from tilewise.ops._host.launching import tile_widths
-from tilewise.ops.bsa.options import Options
+from tilewise.ops.bsa.problem import Options
 from tilewise.ops.nsa.configs import parts_of_block
-from tilewise.ops.nsa.selected import SUMMED_ROWS
+from tilewise.ops.nsa.selected.launch import SUMMED_ROWS
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill

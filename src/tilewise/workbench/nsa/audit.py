@@ -19,7 +19,7 @@ from tilewise.inspect.audit_cases import (
     rows,
 )
 from tilewise.ops.nsa import launch as nsa
-from tilewise.ops.nsa.sizes import Sizes, mean_windows
+from tilewise.ops.nsa.problem import Sizes, mean_windows
 
 
 def _compressed_call(

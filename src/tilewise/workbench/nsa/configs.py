@@ -7,11 +7,14 @@ import torch
 
 from tilewise.ops._host.backend import architecture, as_if_on
 from tilewise.ops.flash.configs import Family
-from tilewise.ops.nsa import compressed, configs, selected
-from tilewise.ops.nsa.choose import choose
+from tilewise.ops.nsa import configs
+from tilewise.ops.nsa.choose.launch import choose
+from tilewise.ops.nsa.compress import launch as compressed
 from tilewise.ops.nsa.configs import TABLE, WIDTHS, Config, Kernel
+from tilewise.ops.nsa.problem import Sizes, window_count
 from tilewise.ops.nsa.reference import choice_scores, selected_attention
-from tilewise.ops.nsa.sizes import Sizes, window_count
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import make_inputs
 from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.workbench.nsa.base import block_pattern
 from tilewise.workbench.operator import Configurations
@@ -128,7 +131,7 @@ def _attend(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
     queries, keys = (1, tokens, HEADS, entry.channels), (1, tokens, 1, entry.channels)
     q, k, v, do = filled(entry.element_size, fill_rule, device, q=queries, k=keys, v=keys, do=queries)
     indices = block_pattern("holes", (1, tokens, 1, SLOTS), BLOCK, torch.Generator().manual_seed(0)).to(device)
-    inputs = selected.make_inputs(q, k, v, indices, None, BLOCK, entry.channels**-0.5)
+    inputs = make_inputs(q, k, v, indices, None, BLOCK, entry.channels**-0.5)
     reference = partial(selected_attention, block_indices=indices, block_size=BLOCK)
     order: selected.Order = "union" if entry.kernel.startswith("union") else "lists"
     o, lse = selected.forward(inputs, order)

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
-from tilewise.ops.nsa import compressed
+from tilewise.ops.nsa.compress import launch as compressed
+from tilewise.ops.nsa.problem import window_count
 from tilewise.ops.nsa.reference import compressed_attention
-from tilewise.ops.nsa.sizes import window_count
 from tilewise.verify.every_config import Outcome, filled
 from tilewise.workbench.flash.configs import HEADS, Entry, entries, outcomes
 from tilewise.workbench.operator import Configurations

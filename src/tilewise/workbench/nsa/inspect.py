@@ -7,9 +7,13 @@ import torch
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash.configs import family
-from tilewise.ops.flash.launch import Inputs
-from tilewise.ops.nsa import choose, compressed, launch, selected
-from tilewise.ops.nsa.sizes import Sizes, window_count
+from tilewise.ops.flash.launch import Inputs as FlashInputs
+from tilewise.ops.nsa import launch
+from tilewise.ops.nsa.choose import launch as choose
+from tilewise.ops.nsa.compress import launch as compressed
+from tilewise.ops.nsa.problem import Sizes, window_count
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import Inputs, make_inputs
 from tilewise.workbench.flash import inspect as flash
 from tilewise.workbench.flash.configs import Entry as FlashEntry
 from tilewise.workbench.nsa.configs import BLOCK, CARDS, Entry
@@ -40,7 +44,7 @@ def _lse(group: int) -> torch.Tensor:
     return torch.empty(1, KEY_HEADS * group, TOKENS, device="meta")
 
 
-def _windowed(channels: int, dtype: torch.dtype, group: int) -> Inputs:
+def _windowed(channels: int, dtype: torch.dtype, group: int) -> FlashInputs:
     q, k = _rows(KEY_HEADS * group, channels, dtype), _windows(channels, dtype)
     return compressed.make_inputs(q, k, k, None, None, SIZE, STRIDE, channels**-0.5)
 
@@ -50,9 +54,7 @@ def compressed_launches(architecture: int, dtype: torch.dtype, channels: int, gr
     return flash.both(architecture, f"compressed D {channels}", _windowed(channels, dtype, group))
 
 
-def _attending(
-    architecture: int, label: str, inputs: selected.Inputs, order: selected.Order = "either"
-) -> list[Labelled]:
+def _attending(architecture: int, label: str, inputs: Inputs, order: selected.Order = "either") -> list[Labelled]:
     q, group = inputs.q, inputs.q.shape[-2] // KEY_HEADS
     o, lse = torch.empty_like(q), _lse(group)
     return [
@@ -65,10 +67,10 @@ def _indices() -> torch.Tensor:
     return torch.empty(1, TOKENS, KEY_HEADS, SLOTS, dtype=torch.int32, device="meta")
 
 
-def _named(architecture: int, dtype: torch.dtype, channels: int, block: int, group: int) -> selected.Inputs:
+def _named(architecture: int, dtype: torch.dtype, channels: int, block: int, group: int) -> Inputs:
     q, k = _rows(KEY_HEADS * group, channels, dtype), _rows(KEY_HEADS, channels, dtype)
     with as_if_on(architecture):
-        return selected.make_inputs(q, k, k, _indices(), None, block, channels**-0.5)
+        return make_inputs(q, k, k, _indices(), None, block, channels**-0.5)
 
 
 def selected_launches(architecture: int, dtype: torch.dtype, channels: int, block: int, group: int) -> list[Labelled]:
@@ -123,7 +125,7 @@ def attend_launches(architecture: int, dtype: torch.dtype, channels: int) -> lis
     q, k = _rows(KEY_HEADS * GROUP, channels, dtype), _rows(KEY_HEADS, channels, dtype)
     factor = torch.empty(1, TOKENS, KEY_HEADS, SLOTS, dtype=dtype, device="meta")
     with as_if_on(architecture):
-        inputs = selected.make_inputs(q, k, k, _indices(), None, BLOCK, channels**-0.5, factor, own=True, causal=False)
+        inputs = make_inputs(q, k, k, _indices(), None, BLOCK, channels**-0.5, factor, own=True, causal=False)
     return _attending(architecture, f"attend D {channels}", inputs)
 
 

@@ -3,12 +3,13 @@
 from tilewise.verify.suite import Mutant
 
 _FWD, _BWD, _INDEX, _BLOCKS = (
-    "nsa.kernels_selected_fwd",
-    "nsa.kernels_selected_bwd",
-    "nsa.kernels_index",
+    "nsa.selected.kernels.fwd",
+    "nsa.selected.kernels.bwd",
+    "nsa.selected.kernels.index",
     "_device.blocks",
 )
-_CHOOSE, _COMPRESS, _COMBINE = "nsa.kernels_choose", "nsa.kernels_compress", "nsa.kernels_combine"
+_SELECTED, _COMPRESSED = "nsa.selected.launch", "nsa.compress.launch"
+_CHOOSE, _COMPRESS, _COMBINE = "nsa.choose.kernels", "nsa.compress.kernels", "nsa.combine.kernels"
 _KEPT = "kept = tl.minimum(o_t + 1, n_keys) - i_key"
 _PAIRS = "b_ds = b_p * (b_dp - b_delta[:, None])"
 
@@ -57,12 +58,16 @@ SELECTED = (
         "shift = m_new",
     ),
     Mutant(
-        "missing-scale", "scores are not scaled", "nsa.selected", "(abs(scale) or 1.0) * flash.LOG2E", "flash.LOG2E"
+        "missing-scale",
+        "scores are not scaled",
+        _SELECTED,
+        "(abs(scale) or 1.0) * flash.LOG2E",
+        "flash.LOG2E",
     ),
     Mutant(
         "sign-ignored",
         "a negative scale acts as a positive one",
-        "nsa.selected",
+        _SELECTED,
         "1 if scale > 0 else -1 if scale < 0 else 0",
         "1",
     ),
@@ -134,7 +139,7 @@ SELECTED = (
     Mutant(
         "dk-unscaled",
         "dK lacks the scale",
-        "nsa.selected",
+        _SELECTED,
         "_finish(acc_dk, k, inputs.scale)",
         "_finish(acc_dk, k, 1.0)",
     ),
@@ -186,7 +191,13 @@ ATTEND = (
     Mutant(
         "own-lost", "the own block is left out", _BLOCKS, "(o_s >= S) & (o_s < S + OWN)", "(o_s > S) & (o_s < S + OWN)"
     ),
-    Mutant("twice-counts-once", "a block that is named twice counts once", "nsa.selected", "once=causal", "once=True"),
+    Mutant(
+        "twice-counts-once",
+        "a block that is named twice counts once",
+        "nsa.selected.problem",
+        "once=causal",
+        "once=True",
+    ),
     Mutant(
         "mask-ignored",
         "masked blocks take part",
@@ -270,14 +281,18 @@ COMPRESSED = (
     Mutant(
         "window-early",
         "a window is seen one token early",
-        "nsa.compressed",
+        _COMPRESSED,
         _VISIBLE,
         "right = -min(size - 2, q.shape[-3])",
     ),
     Mutant(
-        "window-late", "a window is seen one token late", "nsa.compressed", _VISIBLE, "right = -min(size, q.shape[-3])"
+        "window-late",
+        "a window is seen one token late",
+        _COMPRESSED,
+        _VISIBLE,
+        "right = -min(size, q.shape[-3])",
     ),
-    Mutant("window-begun", "a window is seen as soon as it begins", "nsa.compressed", _VISIBLE, "right = 0"),
+    Mutant("window-begun", "a window is seen as soon as it begins", _COMPRESSED, _VISIBLE, "right = 0"),
     Mutant(
         "stride-ignored",
         "windows lie side by side in the mask",

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from tilewise.ops.flash.simulate import Named, prepare
-from tilewise.ops.nsa import configs, selected, simulate
+from tilewise.ops.nsa import configs, simulate
 from tilewise.ops.nsa.reference import selected_attention
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.problem import Inputs, make_inputs
 from tilewise.ops.nsa.simulate import Incoming, Segment, Tiling
 from tilewise.trace import beside
 from tilewise.trace.beside import (
@@ -56,15 +58,15 @@ class Case:
     block_size: int
 
     @cached_property
-    def inputs(self) -> selected.Inputs:
+    def inputs(self) -> Inputs:
         """As the launcher takes them, on these tiles in place of those that configs choose."""
         block_m = self.block_m
 
-        class Tiled(selected.Inputs):
+        class Tiled(Inputs):
             def config(self, _kernel: configs.Kernel) -> configs.Config:
                 return configs.Config(block_m, 4, 1)
 
-        return Tiled(*selected.make_inputs(self.q, self.k, self.v, self.indices, None, self.block_size, self.scale))
+        return Tiled(*make_inputs(self.q, self.k, self.v, self.indices, None, self.block_size, self.scale))
 
     @property
     def scale(self) -> float:

@@ -4,9 +4,9 @@ simulation.
 
 from functools import partial
 
+from tilewise.ops.nsa.problem import window_count
 from tilewise.ops.nsa.reference import compressed_attention
 from tilewise.ops.nsa.simulate import compressed_options
-from tilewise.ops.nsa.sizes import window_count
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.workbench.flash.trace import filled, programs, tile_words, tiles
 from tilewise.workbench.flash.trace_forward import CHANNELS, Case

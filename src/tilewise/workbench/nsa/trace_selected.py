@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.ops.nsa import selected
+from tilewise.ops.nsa.selected import launch as selected
 from tilewise.trace.request import HSTU_MASK, Request, Traced
 from tilewise.trace.tiles import check_tile, entry_of
 from tilewise.verify.fill import make_fill

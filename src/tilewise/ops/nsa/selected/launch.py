@@ -8,121 +8,38 @@ from typing import Any, Literal, NamedTuple
 import torch
 import triton.language as tl
 
-from tilewise.ops._host.backend import architecture, interpreting
-from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, power_of_2, row_strides, tile_widths
+from tilewise.ops._host.backend import interpreting
+from tilewise.ops._host.launching import (
+    Launch,
+    descriptor,
+    fits_descriptor,
+    power_of_2,
+    row_strides,
+    tile_widths,
+    why_pointers,
+)
 from tilewise.ops._host.packing import batch_size
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
-from tilewise.ops.nsa import configs, index, why
-from tilewise.ops.nsa.index import Named, Unions, cut_blocks, only_blocks, repeat
-from tilewise.ops.nsa.kernels_selected_bwd import (
+from tilewise.ops.nsa import configs
+from tilewise.ops.nsa.selected import index
+from tilewise.ops.nsa.selected.index import LISTS, UNION, Unions
+from tilewise.ops.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_keys_kernel,
     nsa_selected_bwd_lists_kernel,
     nsa_selected_bwd_queries_kernel,
     nsa_selected_bwd_union_kernel,
 )
-from tilewise.ops.nsa.kernels_selected_fwd import (
+from tilewise.ops.nsa.selected.kernels.fwd import (
     nsa_selected_fwd_lists_kernel,
     nsa_selected_fwd_merge_kernel,
     nsa_selected_fwd_union_kernel,
 )
+from tilewise.ops.nsa.selected.problem import Inputs
 
 # Which loop order: by keys (lists), by queries (unions), or whichever the device finds faster.
 Order = Literal["lists", "union", "either"]
-LISTS, UNION = 0, 1
-# Entries are sorted by block and place as one 31-bit number.
-MOST_BLOCKS = 2**31 - 1
-
-
-class Inputs(NamedTuple):
-    """One call's tensors and numbers; `causal` limits every named block to the keys up to the token, else only the
-    token's own stretch.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    named: Named
-    sel_scale: torch.Tensor | None
-    causal: bool
-    scale: float
-
-    @property
-    def width(self) -> int:
-        """The wider of the two channel counts, as tiles hold it."""
-        return max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a choice."""
-        return self.q.shape[-2] // self.named.heads
-
-    def config(self, kernel: configs.Kernel) -> configs.Config:
-        """The tiles of one kernel."""
-        return configs.choose(kernel, self.width, self.q.element_size(), architecture(self.q.device))
-
-    def union_tokens(self, kernel: configs.Kernel) -> int:
-        """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and
-        more than one head a token.
-        """
-        group_p = power_of_2(self.group)
-        tokens = self.config(kernel).block_m // group_p
-        plain = self.named.own == 0 and self.sel_scale is None and self.causal
-        if not plain or group_p == 1 or tokens > 32 or tokens * self.named.slots_p > configs.UNION_ENTRIES:
-            note(self.q, why.key_order_only, plain, group_p, tokens, self.named.slots)
-            return 0
-        return tokens
-
-
-def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
-    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a
-    token can name.
-    """
-    blocks = -(-tokens // block_size)
-    if blocks * parts >= MOST_BLOCKS // power_of_2(max(slots, configs.UNION_ENTRIES)):
-        raise ValueError(
-            f"block_size is {block_size} and there are {tokens} tokens: more blocks than the index can number; take"
-            " larger blocks"
-        )
-    return blocks
-
-
-def make_inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    cu: torch.Tensor | None,
-    block_size: int,
-    scale: float,
-    sel_scale: torch.Tensor | None = None,
-    own: bool = False,
-    causal: bool = True,
-) -> Inputs:
-    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their
-    own.
-    """
-    width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
-    parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
-    if parts == 0:
-        raise ValueError(
-            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
-            " be cut into equal parts of 16 or more that do; take a multiple of 16, or backend='reference'"
-        )
-    blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
-    if indices.dtype != torch.int32 or parts > 1:
-        indices = only_blocks(indices, blocks)
-    if parts > 1:
-        indices = cut_blocks(indices, parts)
-        sel_scale = None if sel_scale is None else repeat(sel_scale, parts, -1)
-    group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size, architecture(q.device))
-    if group > most:
-        heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
-        indices = repeat(indices, heads, -2)
-        sel_scale = None if sel_scale is None else repeat(sel_scale, heads, -2)
-    named = Named(indices.contiguous(), cu, block_size // parts, parts if own else 0, once=causal)
-    return Inputs(q, k, v, named, None if sel_scale is None else sel_scale.contiguous(), causal, scale)
 
 
 def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
@@ -190,6 +107,13 @@ def _in_lists(inputs: Inputs, lists: index.Lists, first_tile: int, *rows: torch.
     }
 
 
+def _why_pointers(k: torch.Tensor, v: torch.Tensor, block_size: int, block_n: int) -> str | None:
+    """Why keys in query order are not read through TMA; None where they are."""
+    if block_n != block_size:
+        return f"blocks of {block_size} keys are no power of two of at least 16: pointers, not TMA"
+    return why_pointers(k=k, v=v)
+
+
 def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config: configs.Config) -> dict[str, Any]:
     """What the kernels in query order take beside; keys through descriptors where they can be."""
     named = inputs.named
@@ -209,7 +133,7 @@ def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config
         "WANTED": UNION,
     }
     if config.tma:
-        note(inputs.q, why.pointers, inputs.k, inputs.v, named.block_size, arguments["BLOCK_N"])
+        note(inputs.q, _why_pointers, inputs.k, inputs.v, named.block_size, arguments["BLOCK_N"])
     if tma:
         rows = named.block_size
         beside |= {
@@ -218,18 +142,6 @@ def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config
         }
         beside |= {"k_strides": None, "v_strides": None}
     return beside
-
-
-def _flag(inputs: Inputs, unions: Unions, direction: Literal["fwd", "dq"]) -> torch.Tensor:
-    """UNION or LISTS, int32 on the device: no one waits for it."""
-    return compute(
-        _choose_order, unions.sizes, direction, inputs.named.slots, inputs.group, shape=(), dtype=torch.int32
-    )
-
-
-def _choose_order(sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
-    chosen: torch.Tensor = configs.in_query_order(direction, sizes[:, 0].sum(), sizes.shape[0], slots, group)
-    return chosen.to(torch.int32)
 
 
 def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: torch.Tensor | None) -> None:
@@ -302,7 +214,7 @@ def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torc
     flag = None
     if tokens:
         unions = index.make_unions(inputs.named, tokens)
-        flag = _flag(inputs, unions, "fwd") if order == "either" else None
+        flag = index.faster_order(unions, "fwd", inputs.named.slots, inputs.group) if order == "either" else None
         _forward_union(inputs, o, lse, unions, flag)
     if not tokens or order == "either":
         _forward_lists(inputs, o, lse, flag)
@@ -458,7 +370,7 @@ def backward(
         flag = None
         if tokens:
             unions = index.make_unions(named, tokens)
-            flag = _flag(inputs, unions, "dq") if order == "either" else None
+            flag = index.faster_order(unions, "dq", inputs.named.slots, inputs.group) if order == "either" else None
             _backward_union(inputs, rows, dq, unions, flag)
             _backward_lists(inputs, rows, sums, None, dsel, flag)
         if not tokens or order == "either":

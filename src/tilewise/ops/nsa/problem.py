@@ -1,15 +1,52 @@
-"""Argument checks that native sparse attention's functions share."""
+"""One call of native sparse attention: its sizes and what they imply (how many windows there are, where those of a
+packed sequence begin), and the argument checks that the public functions share.
+"""
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
-from tilewise.ops.nsa.sizes import Sizes, window_count
+from tilewise.ops._host.slot import compute
 
 # Keys of a block that a Triton program holds at once.
 MAX_BLOCK = 128
+
+
+class Sizes(NamedTuple):
+    """The sizes of one call, as the public function names them."""
+
+    compress_size: int
+    compress_stride: int
+    block_size: int
+    block_count: int
+    init_blocks: int
+    local_blocks: int
+
+
+def window_count(tokens: int, size: int, stride: int) -> int:
+    """Whole windows in so many tokens; also the windows that query `tokens - 1` sees."""
+    return (tokens - size) // stride + 1 if tokens >= size else 0
+
+
+def mean_windows(cu: torch.Tensor | None, tokens: int, stride: int) -> torch.Tensor | None:
+    """Where the means of packed sequences begin, int32 [B + 1]: with room for one window a stride, so that no length is
+    needed on the host.
+    """
+    # Offsets that were not checked must not lead out of bounds.
+    return None if cu is None else (cu // stride).clamp(0, tokens // stride).to(torch.int32)
+
+
+def given_windows(cu: torch.Tensor | None, rows: int, size: int, stride: int) -> torch.Tensor | None:
+    """Where the windows of packed sequences begin in `rows` rows without room between them, int32 [B + 1]."""
+    return None if cu is None else compute(_given_windows, cu, rows, size, stride, shape=cu.shape, dtype=torch.int32)
+
+
+def _given_windows(cu: torch.Tensor, rows: int, size: int, stride: int) -> torch.Tensor:
+    counts = ((cu.diff() - size) // stride + 1).clamp(min=0)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).clamp(0, rows).to(torch.int32)
 
 
 def check_compression(compress_size: int, compress_stride: int) -> None:
@@ -138,3 +175,28 @@ def check_index_values(block_indices: torch.Tensor, cu_seqlens: torch.Tensor | N
         lengths = cu_seqlens.diff()
         blocks = -(-lengths // block_size).repeat_interleave(lengths)[:, None, None]
     checks.check_index_values(block_indices, "block_indices", blocks)
+
+
+def scale_of(q: torch.Tensor, scale: float | None) -> float:
+    """The scale to use, checked where it is given."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    checks.check_number(scale, "scale")
+    return checks.as_float(scale)
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Offsets or indices as kernels read them."""
+    return None if x is None else x.contiguous()
+
+
+def check_packed_windows(q: torch.Tensor, k_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int) -> None:
+    """Values of offsets, and as many compressed keys as they give windows."""
+    check_offset_values(q, cu)
+    check_window_values(k_cmp, cu, size, stride)
+
+
+def check_selection(q: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int) -> None:
+    """Values of offsets and of indices."""
+    check_offset_values(q, cu)
+    check_index_values(indices, cu, block_size)

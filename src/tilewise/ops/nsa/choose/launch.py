@@ -17,8 +17,8 @@ from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
-from tilewise.ops.nsa.kernels_choose import nsa_choose_best_kernel, nsa_choose_scores_kernel
-from tilewise.ops.nsa.sizes import Sizes
+from tilewise.ops.nsa.choose.kernels import nsa_choose_best_kernel, nsa_choose_scores_kernel
+from tilewise.ops.nsa.problem import Sizes
 
 # Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and
 # blocks of one token at least and at most: up to the first, lengths share a kernel.

@@ -2,79 +2,26 @@
 index kernels.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.ops._host.launching import Launch, power_of_2
-from tilewise.ops._host.packing import batch_size, pieces, tile_slots
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.packing import pieces
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.nsa import configs
-from tilewise.ops.nsa.kernels_index import (
+from tilewise.ops.nsa.selected.kernels.index import (
     nsa_index_count_kernel,
     nsa_index_lists_kernel,
     nsa_index_place_kernel,
     nsa_index_tiles_kernel,
     nsa_index_union_kernel,
 )
+from tilewise.ops.nsa.selected.problem import Named
 
-
-class Named(NamedTuple):
-    """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots
-    for the token's own stretch.
-
-    `once` counts a block that a token names twice once.
-    """
-
-    indices: torch.Tensor
-    cu: torch.Tensor | None
-    block_size: int
-    own: int
-    once: bool
-
-    @property
-    def heads(self) -> int:
-        """Index heads."""
-        return self.indices.shape[-2]
-
-    @property
-    def slots(self) -> int:
-        """Entries of one token and head."""
-        return self.indices.shape[-1] + self.own
-
-    @property
-    def slots_p(self) -> int:
-        """As tiles hold them."""
-        return power_of_2(max(self.slots, 1))
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens whose entries are sorted together for the lists."""
-        return max(1, configs.LIST_ENTRIES // self.slots_p)
-
-    def tile_slots(self, tokens: int) -> int:
-        """Tiles of so many tokens, of all sequences together."""
-        sequences = 1 if self.cu is not None else self.indices.shape[0]
-        return tile_slots(self.indices.shape[-3], tokens, self.cu) * sequences
-
-    @property
-    def lists(self) -> int:
-        """One for each block and head."""
-        return self.heads * self.tile_slots(self.block_size)
-
-    def geometry(self) -> dict[str, object]:
-        """The arguments that every index kernel takes."""
-        return {
-            "indices": self.indices,
-            "cu": self.cu,
-            "n_batch": batch_size(self.indices, self.cu),
-            "n_tokens": self.indices.shape[-3],
-            "n_heads": self.heads,
-            "BLOCK_SIZE": self.block_size,
-            "S": self.indices.shape[-1],
-            "SLOTS_P": self.slots_p,
-        }
+# The two loop orders as the device names them: by keys (lists) and by queries (unions).
+LISTS, UNION = 0, 1
 
 
 class Chunk(NamedTuple):
@@ -180,30 +127,11 @@ def make_unions(named: Named, tokens: int) -> Unions:
     return Unions(blocks, bits, sizes, tokens)
 
 
-def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
-    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
+def faster_order(unions: Unions, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
+    """UNION or LISTS, int32 on the device: the host does not wait for it."""
+    return compute(_choose_order, unions.sizes, direction, slots, group, shape=(), dtype=torch.int32)
 
 
-def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """In 32 bits, with -1 in place of a number that is none of so many blocks."""
-    return compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
-
-
-def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
-    within = torch.arange(parts, dtype=torch.int32, device=indices.device)
-    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
-
-
-def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each block's parts in place of it, one after another."""
-    return compute(
-        _cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32
-    )
-
-
-def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
-    """Each along an axis so often, one after another."""
-    shape = list(x.shape)
-    shape[axis] *= times
-    return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)
+def _choose_order(sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
+    chosen: torch.Tensor = configs.in_query_order(direction, sizes[:, 0].sum(), sizes.shape[0], slots, group)
+    return chosen.to(torch.int32)

@@ -1,0 +1,133 @@
+"""Where block-sparse attention's branches meet: gates, layer norm and u; and the sum of their gradients of keys and
+values. Launches: plain tensors in and out; no autograd.
+"""
+
+from typing import Any
+
+import torch
+
+from tilewise.ops._host.backend import interpreting
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides
+from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.slot import compute
+from tilewise.ops._host.template import emit
+from tilewise.ops.bsa import configs
+from tilewise.ops.bsa.combine.kernels import bsa_bwd_keys_kernel, bsa_norm_bwd_kernel, bsa_norm_fwd_kernel
+from tilewise.ops.bsa.problem import LAYER_NORM_EPS
+
+# Keys of one program that adds up their gradient.
+KEYS = 32
+
+# Of the compressed, the selected and the window branch, in this order; None where the window is left out, and where
+# a gate is not given.
+Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def norm_rows(heads: int, channels: int) -> int:
+    """Tokens of one program of the kernels over whole tokens: few where they are wide; interpreted, few programs are
+    faster.
+    """
+    return 32 if interpreting() else max(1, configs.ELEMENTS_A_WARP // (power_of_2(heads) * padded_channels(channels)))
+
+
+def _norm(u: torch.Tensor, branches: Branches, gates: Gates) -> dict[str, Any]:
+    """What both kernels over whole tokens take."""
+    heads, channels = u.shape[-2:]
+    elements = power_of_2(heads) * padded_channels(channels)
+    rows = norm_rows(heads, channels)
+    arguments: dict[str, Any] = {
+        name: None if gate is None else gate.contiguous()
+        for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True)
+    }
+    arguments |= dict(zip(("o_cmp", "o_slc", "o_swa"), branches, strict=True))
+    return arguments | {
+        "u": u,
+        "u_strides": row_strides(u.stride()),
+        "n_rows": _tokens(u),
+        "n_tokens": u.shape[-3],
+        "BLOCK_R": rows,
+        "H": heads,
+        "H_P": power_of_2(heads),
+        "DV": channels,
+        "BLOCK_DV": padded_channels(channels),
+        "EPS": LAYER_NORM_EPS,
+        "num_warps": min(max(1, rows * elements // configs.ELEMENTS_A_WARP), configs.MOST_WARPS),
+        "enable_fp_fusion": True,
+    }
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return x.numel() // (x.shape[-1] * x.shape[-2])
+
+
+def norm_forward(u: torch.Tensor, branches: Branches, gates: Gates) -> torch.Tensor:
+    """u times the sum of the branches' outputs, each times its gate and normalised; in their dtype, contiguous."""
+    o = branches[0].new_empty(branches[0].shape)
+    if o.numel():
+        arguments = _norm(u, branches, gates) | {"o": o}
+        emit(o, Launch(bsa_norm_fwd_kernel, -(-_tokens(o) // norm_rows(*u.shape[-2:])), arguments))
+    return o
+
+
+def norm_backward(
+    do: torch.Tensor, u: torch.Tensor, branches: Branches, gates: Gates
+) -> tuple[torch.Tensor, Branches, Gates]:
+    """The gradients of u, of the branches' outputs and of the gates; None where there is none."""
+    o_cmp, o_slc, o_swa = branches
+    du, do_cmp, do_slc = (x.new_empty(x.shape) for x in (u, o_cmp, o_slc))
+    do_swa = None if o_swa is None else o_swa.new_empty(o_swa.shape)
+    dg_cmp, dg_slc, dg_swa = (None if gate is None else gate.new_empty(gate.shape) for gate in gates)
+    if du.numel():
+        outgoing = {"do_cmp": do_cmp, "do_slc": do_slc, "do_swa": do_swa}
+        outgoing |= {"dg_cmp": dg_cmp, "dg_slc": dg_slc, "dg_swa": dg_swa}
+        arguments = _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du}
+        emit(du, Launch(bsa_norm_bwd_kernel, -(-_tokens(du) // norm_rows(*u.shape[-2:])), arguments))
+    return du, (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa)
+
+
+def _sum_of_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
+    return x.unflatten(-3, (parts, -1)).sum(-4)
+
+
+def add_keys(
+    x: torch.Tensor,
+    dx_slc: torch.Tensor,
+    dx_cmp: torch.Tensor,
+    dx_swa: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    windows: torch.Tensor | None,
+    block_size: int,
+    parts: int,
+) -> torch.Tensor:
+    """The gradient of k or v, `x`, from all branches; that of the means comes in `parts`."""
+    if parts > 1:
+        rows = dx_cmp.shape[-3] // parts
+        dx_cmp = compute(
+            _sum_of_parts, dx_cmp, parts, shape=(*dx_cmp.shape[:-3], rows, *dx_cmp.shape[-2:]), dtype=dx_cmp.dtype
+        )
+    dx = x.new_empty(x.shape)
+    if dx.numel():
+        n_tiles = tile_slots(x.shape[-3], KEYS, cu)
+        tensors = {"dx_slc": dx_slc, "dx_cmp": dx_cmp, "dx_swa": dx_swa, "dx": dx}
+        strides = {"slc_strides": dx_slc, "cmp_strides": dx_cmp, "swa_strides": dx_swa, "strides": dx}
+        arguments: dict[str, Any] = tensors | {
+            name: None if y is None else row_strides(y.stride()) for name, y in strides.items()
+        }
+        arguments |= {
+            "cu": cu,
+            "windows": windows,
+            "n_batch": batch_size(x, cu),
+            "n_tiles": n_tiles,
+            "n_heads": x.shape[-2],
+        }
+        arguments |= {"n_tokens": x.shape[-3], "n_windows": dx_cmp.shape[-3], "D": x.shape[-1]}
+        arguments |= {
+            "BLOCK_D": padded_channels(x.shape[-1]),
+            "BLOCK_M": KEYS,
+            "BLOCK_SIZE": block_size,
+            "enable_fp_fusion": True,
+        }
+        grid = n_tiles * x.shape[-2] * (x.shape[0] if cu is None else 1)
+        emit(x, Launch(bsa_bwd_keys_kernel, grid, arguments))
+    return dx
