@@ -5,10 +5,189 @@ OWN slots for the blocks that make up the token's own stretch of OWN * BLOCK_SIZ
 GROUP query heads that share its choice; tiles hold GROUP_P (a power of two) rows a token.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import first_slot, locate_slot
+
+
+class Naming(NamedTuple):
+    """Constants of what tokens name."""
+
+    BLOCK_SIZE: Any
+    S: Any
+    """Slots of a token that `indices` holds."""
+    OWN: Any
+    """Slots for the blocks of its own stretch."""
+    TOKENS: Any
+    """Tokens whose entries are sorted together."""
+    SLOTS_P: Any
+    """All slots of a token, as tiles hold them."""
+
+
+class ListsShape(NamedTuple):
+    """Constants of a kernel in key order."""
+
+    S: Any
+    OWN: Any
+    CAUSAL: Any
+    """Whether every block is seen up to the token, or only the blocks of its own stretch."""
+    GROUP: Any
+    GROUP_P: Any
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_SIZE: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    TOKENS: Any
+    INDEX: Any
+    """Of offsets among the rows of one head: tl.int32 where all lie within 2^31 elements, which saves registers."""
+    PRECISION: Any
+
+
+class Widths(NamedTuple):
+    """Constants: channels of keys and of values, and as tiles hold them."""
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+
+
+class Lists(NamedTuple):
+    """The entries of a chunk by block: `perm` holds them list by list, `segments` are pieces of lists, `ends` says how
+    many segments there are up to each list's end.
+    """
+
+    perm: Any
+    segments: Any
+    ends: Any
+
+
+class ListSizes(NamedTuple):
+    """Of each list: entries, its first place, segments up to its end, and segments before it that are not a list's
+    first.
+    """
+
+    totals: Any
+    firsts: Any
+    ends: Any
+    extras: Any
+
+
+class Unions(NamedTuple):
+    """The blocks of each tile of queries, from the last down, with a bit for each token; how many there are, and how
+    many need a mask.
+    """
+
+    blocks: Any
+    bits: Any
+    sizes: Any
+
+
+class KeySums(NamedTuple):
+    """fp32 accumulators of dK and dV: rows end to end."""
+
+    dk: Any
+    dv: Any
+
+
+class Entries(NamedTuple):
+    """The entries of a tile, sorted by block and then as they come."""
+
+    block: Any
+    entry: Any
+    counted: Any
+    """Which count."""
+    first: Any
+    """Where the run of equal blocks begins."""
+    ends: Any
+    """Whether it is its run's last."""
+
+
+class Segment(NamedTuple):
+    """A piece of one block's list, and where that block lies."""
+
+    first: Any
+    """Place of the first entry."""
+    n_entries: Any
+    i_extra: Any
+    """Number from 1 among the segments that are not their list's first; 0: it is."""
+    i_h: Any
+    """Index head."""
+    i_b: Any
+    """Batch entry and first token to index tensors with."""
+    start_q: Any
+    start: Any
+    """The sequence's first token of all, and its length."""
+    n_tokens: Any
+    i_key: Any
+    """The block's first key in the sequence, and where the block or the sequence ends."""
+    n_keys: Any
+    offset: Any
+    """By how much a token's number in the sequence exceeds its number in the chunk."""
+
+
+class UnionShape(NamedTuple):
+    """Constants of a kernel in query order."""
+
+    GROUP: Any
+    GROUP_P: Any
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_SIZE: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    SLOTS_P: Any
+    TMA: Any
+    PRECISION: Any
+
+
+class UnionTile(NamedTuple):
+    """The BLOCK_M rows of a tile of queries: its tokens, with all heads of the group."""
+
+    i_h: Any
+    """Index head."""
+    i_b: Any
+    """Batch entry and first token to index tensors with."""
+    start_q: Any
+    start: Any
+    """The sequence's first token of all, and its length."""
+    n_tokens: Any
+    i_t: Any
+    """The tile's first token in the sequence."""
+    o_t: Any
+    """Each row's token and query head, and which rows exist."""
+    o_h: Any
+    m_r: Any
+
+
+class Union(NamedTuple):
+    """The blocks of one tile: their first place, how many there are, and how many of them, the first, need a mask."""
+
+    first: Any
+    n_blocks: Any
+    n_masked: Any
+
+
+class ListedRows(NamedTuple):
+    """BLOCK_M rows of a list."""
+
+    m_r: Any
+    """Which exist."""
+    o_c: Any
+    """Token of the chunk."""
+    o_s: Any
+    """Its slot that names the block."""
+    o_g: Any
+    """Head in the group."""
 
 
 @triton.jit
@@ -30,16 +209,16 @@ def no_segment(flag, WANTED: tl.constexpr, p_segments, i_segment):
 
 
 @triton.jit
-def named_blocks(
-    indices, i_t, start, n_rows, i_h, n_heads, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr,
-    TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
-):  # fmt: skip
+def named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING: tl.constexpr):
     """The blocks that tokens `i_t .. i_t + TOKENS` of one sequence name, [TOKENS * SLOTS_P], -1 where there is none or
     it lies outside.
     """
-    o_e = tl.arange(0, TOKENS * SLOTS_P)
-    o_s = o_e % SLOTS_P
-    o_t = i_t + o_e // SLOTS_P
+    BLOCK_SIZE: tl.constexpr = NAMING.BLOCK_SIZE
+    S: tl.constexpr = NAMING.S
+    OWN: tl.constexpr = NAMING.OWN
+    o_e = tl.arange(0, NAMING.TOKENS * NAMING.SLOTS_P)
+    o_s = o_e % NAMING.SLOTS_P
+    o_t = i_t + o_e // NAMING.SLOTS_P
     m_e = (o_t < n_rows) & (o_s < S)
     b_block = tl.load(indices + ((start + o_t).to(tl.int64) * n_heads + i_h) * S + o_s, mask=m_e, other=-1)
     b_block = tl.where((b_block >= 0) & (b_block < tl.cdiv(n_rows, BLOCK_SIZE)), b_block, -1)
@@ -57,8 +236,7 @@ def larger(a, b):
 
 @triton.jit
 def sorted_entries(b_block, ENTRIES: tl.constexpr, SLOTS_P: tl.constexpr, ONCE: tl.constexpr):
-    """Entries of a tile sorted by block, then as they come: block, entry, which count, where its run of equal blocks
-    begins, whether it ends it.
+    """The `Entries` of a tile.
 
     With ONCE a block that a token has named before does not count. Entries that name none come last and do not count.
     """
@@ -75,7 +253,7 @@ def sorted_entries(b_block, ENTRIES: tl.constexpr, SLOTS_P: tl.constexpr, ONCE: 
     first = tl.associative_scan(tl.where(leads, o_i, 0), 0, larger)
     after = tl.gather(block, tl.minimum(o_i + 1, ENTRIES - 1), 0)
     ends = (block < NONE) & ((o_i == ENTRIES - 1) | (after != block))
-    return block, entry, counts, first, ends
+    return Entries(block, entry, counts, first, ends)
 
 
 @triton.jit
@@ -86,64 +264,53 @@ def within_run(b_x, first):
 
 
 @triton.jit
-def locate_segment(
-    segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Segment `i_segment`: first entry, entries, which one of those that are not their list's first (0: it is), index
-    head, and where its block lies.
-
-    That is batch entry and first token to index tensors with, the sequence's first token of all, its length, the
-    block's first key, and by how much a token's number in the sequence exceeds its number in the chunk.
-    """
+def locate_segment(segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, SHAPE: tl.constexpr):
+    """Segment `i_segment` of a chunk that begins with tile `first_tile`."""
     p_segment = segments + i_segment.to(tl.int64) * 4
     i_list = tl.load(p_segment + 2)
-    i_b, i_block, start, n_keys = locate_slot(i_list % n_slots, p_cu, n_batch, n_tokens, BLOCK_SIZE)
-    offset = (first_tile - first_slot(i_b, p_cu, n_tokens, TOKENS)) * TOKENS
+    i_b, i_block, start, n_mine = locate_slot(i_list % n_slots, p_cu, n_batch, n_tokens, SHAPE.BLOCK_SIZE)
+    offset = (first_tile - first_slot(i_b, p_cu, n_tokens, SHAPE.TOKENS)) * SHAPE.TOKENS
     start_q = 0
     if p_cu is not None:
         i_b, start_q = 0, start
     first, n_entries, i_extra = tl.load(p_segment), tl.load(p_segment + 1), tl.load(p_segment + 3)
-    return first, n_entries, i_extra, i_list // n_slots, i_b, start_q, start, n_keys, i_block * BLOCK_SIZE, offset
+    i_h = i_list // n_slots
+    i_key = i_block * SHAPE.BLOCK_SIZE
+    n_keys = tl.minimum(n_mine, i_key + SHAPE.BLOCK_SIZE)
+    return Segment(first, n_entries, i_extra, i_h, i_b, start_q, start, n_mine, i_key, n_keys, offset)
 
 
 @triton.jit
-def listed_rows(
-    perm,
-    first,
-    i_entry,
-    n_entries,
-    offset,
-    n_tokens,
-    p_cu,
-    SLOTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """BLOCK_M rows from entry `i_entry` of a list on: which exist, the token of the chunk, its slot, and their head in
-    the group.
-    """
-    o_r = tl.arange(0, BLOCK_M)
-    i_e = i_entry + o_r // GROUP_P
-    o_g = o_r % GROUP_P
-    m_r = i_e < n_entries
-    if GROUP != GROUP_P:
-        m_r = m_r & (o_g < GROUP)
-    entry = tl.load(perm + first + i_e, mask=m_r, other=0)
-    o_c = entry // SLOTS
+def listed_rows(perm, segment, i_entry, p_cu, SHAPE: tl.constexpr):
+    """The rows from entry `i_entry` of a segment on."""
+    o_r = tl.arange(0, SHAPE.BLOCK_M)
+    i_e = i_entry + o_r // SHAPE.GROUP_P
+    o_g = o_r % SHAPE.GROUP_P
+    m_r = i_e < segment.n_entries
+    if SHAPE.GROUP != SHAPE.GROUP_P:
+        m_r = m_r & (o_g < SHAPE.GROUP)
+    entry = tl.load(perm + segment.first + i_e, mask=m_r, other=0)
+    o_c = entry // (SHAPE.S + SHAPE.OWN)
     if p_cu is not None:
         # Offsets that decrease may give a tile of tokens and a block of keys to different sequences.
-        m_r = m_r & (o_c + offset >= 0) & (o_c + offset < n_tokens)
-    return m_r, o_c, entry % SLOTS, o_g
+        o_t = o_c + segment.offset
+        m_r = m_r & (o_t >= 0) & (o_t < segment.n_tokens)
+    return ListedRows(m_r, o_c, entry % (SHAPE.S + SHAPE.OWN), o_g)
 
 
 @triton.jit
-def head_pointer(x, strides, i_b, i_t, i_h):
+def segment_rows(tensor, segment, i_h):
+    """The keys, or values, of head `i_h` up to the end of a segment's block."""
+    return Rows(tensor.x, tensor.strides, segment.i_b, i_h, segment.start_q, segment.n_keys)
+
+
+@triton.jit
+def head_pointer(tensor, i_b, i_t, i_h):
     """Where token `i_t` (negative too) of head `i_h` lies."""
-    return x + (
-        tl.cast(i_b, tl.int64) * strides.batch
-        + tl.cast(i_t, tl.int64) * strides.token
-        + tl.cast(i_h, tl.int64) * strides.head
+    return tensor.x + (
+        tl.cast(i_b, tl.int64) * tensor.strides.batch
+        + tl.cast(i_t, tl.int64) * tensor.strides.token
+        + tl.cast(i_h, tl.int64) * tensor.strides.head
     )
 
 
@@ -162,18 +329,62 @@ def gather_rows(p_head, strides, o_t, o_h, m_r, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def keys_kept(
-    o_s, o_t, i_key, n_keys, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
-    """How many keys of the block that begins at `i_key` each row sees, counted from its first: all, or where causal
-    those up to the token.
+def keys_kept(rows, segment, SHAPE: tl.constexpr):
+    """How many keys of a segment's block each row sees, counted from its first: all, or where causal those up to the
+    token.
     """
-    n_kept = tl.minimum(n_keys - i_key, BLOCK_SIZE)
-    causal = tl.minimum(o_t - i_key + 1, n_kept)
-    if CAUSAL:
+    o_t = rows.o_c + segment.offset
+    n_kept = tl.minimum(segment.n_tokens - segment.i_key, SHAPE.BLOCK_SIZE)
+    causal = tl.minimum(o_t - segment.i_key + 1, n_kept)
+    if SHAPE.CAUSAL:
         kept = causal
-    elif OWN > 0:
-        kept = tl.where(o_s >= S, causal, n_kept)
+    elif SHAPE.OWN > 0:
+        kept = tl.where(rows.o_s >= SHAPE.S, causal, n_kept)
     else:
         kept = tl.zeros_like(o_t) + n_kept
     return kept
+
+
+@triton.jit
+def locate_union(unions, SHAPE: tl.constexpr):
+    """The union of this program's tile."""
+    first = tl.program_id(0).to(tl.int64) * (SHAPE.BLOCK_M // SHAPE.GROUP_P * SHAPE.SLOTS_P)
+    n_blocks = tl.load(unions.sizes + tl.program_id(0) * 2)
+    n_masked = tl.load(unions.sizes + tl.program_id(0) * 2 + 1)
+    return Union(first, n_blocks, n_masked)
+
+
+@triton.jit
+def named_by(p_bits, SHAPE: tl.constexpr):
+    """Which rows' tokens named a block, from its bits."""
+    o_r = tl.arange(0, SHAPE.BLOCK_M)
+    return ((tl.load(p_bits) >> (o_r // SHAPE.GROUP_P)) & 1) != 0
+
+
+@triton.jit
+def locate_union_tile(i_slot, i_h, p_cu, n_batch, n_tokens, SHAPE: tl.constexpr):
+    """The tile of queries in slot `i_slot`, of index head `i_h`."""
+    TOKENS: tl.constexpr = SHAPE.BLOCK_M // SHAPE.GROUP_P
+    i_b, i_tile, start, n_mine = locate_slot(i_slot, p_cu, n_batch, n_tokens, TOKENS)
+    start_q = 0
+    if p_cu is not None:
+        i_b, start_q = 0, start
+    o_r = tl.arange(0, SHAPE.BLOCK_M)
+    o_t = i_tile * TOKENS + o_r // SHAPE.GROUP_P
+    o_h = i_h * SHAPE.GROUP + o_r % SHAPE.GROUP_P
+    m_r = (o_t < n_mine) & (o_r % SHAPE.GROUP_P < SHAPE.GROUP)
+    return UnionTile(i_h, i_b, start_q, start, n_mine, i_tile * TOKENS, o_t, o_h, m_r)
+
+
+@triton.jit
+def gather_union_rows(tensor, tile, D: tl.constexpr, BLOCK_D: tl.constexpr, SHAPE: tl.constexpr):
+    """The rows of a tile of queries, [M, BLOCK_D]."""
+    p_x = head_pointer(tensor, tile.i_b, tile.start_q + tile.i_t, tile.i_h * SHAPE.GROUP)
+    o_r = tl.arange(0, SHAPE.BLOCK_M)
+    return gather_rows(p_x, tensor.strides, o_r // SHAPE.GROUP_P, o_r % SHAPE.GROUP_P, tile.m_r, D, BLOCK_D, tl.int64)
+
+
+@triton.jit
+def up_to(rows, n_rows):
+    """The same rows, of which only the first `n_rows` exist."""
+    return Rows(rows.x, rows.strides, rows.i_b, rows.i_h, rows.start, n_rows)

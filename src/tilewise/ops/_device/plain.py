@@ -22,21 +22,10 @@ def store_plain(x, o_row, m_row, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def store_sums(
-    dk,
-    dv,
-    o_row,
-    m_row,
-    acc_dk,
-    acc_dv,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Store the rows of both sums."""
-    store_plain(dk, o_row, m_row, acc_dk, D, BLOCK_D)
-    store_plain(dv, o_row, m_row, acc_dv, DV, BLOCK_DV)
+def store_sums(sums, o_row, m_row, acc_dk, acc_dv, WIDTHS: tl.constexpr):
+    """Store the rows of dK and dV; WIDTHS is any record of D, DV, BLOCK_D and BLOCK_DV."""
+    store_plain(sums.dk, o_row, m_row, acc_dk, WIDTHS.D, WIDTHS.BLOCK_D)
+    store_plain(sums.dv, o_row, m_row, acc_dv, WIDTHS.DV, WIDTHS.BLOCK_DV)
 
 
 @triton.jit

@@ -31,3 +31,20 @@ class Rows(NamedTuple):
     start: Any
     """The sequence's first token."""
     n_rows: Any
+
+
+class Strided(NamedTuple):
+    """A tensor that kernels read or write through a pointer."""
+
+    x: Any
+    strides: Any
+
+
+class Scales(NamedTuple):
+    """Factors of softmax's scores: `scale_log2` in base 2 of what the exponent takes, `score_scale` before softcap
+    (None: no softcap), `scale` of dQ and dK.
+    """
+
+    scale_log2: Any
+    score_scale: Any
+    scale: Any

@@ -6,9 +6,9 @@ _VARLEN, _BLOCKS = "_device.varlen", "_device.blocks"
 _CHOOSE, _COMBINE, _SELECTED = "bsa.choose.kernels", "bsa.combine.kernels", "bsa.selected.kernels"
 _BSA, _SELECTED_LAUNCH = "bsa.launch", "bsa.selected.launch"
 _VISIBLE = "right = -min(options.block_size - 1, q.shape[-3])"
-_SCORE = "silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None)"
-_CMP = "acc, _ = normalise(b_x * b_gate[:, :, None], m_x, H * DV, EPS)"
-_NORM_BACK = "b_dy - token_sum(b_dy) / (H * DV) - b_y * (token_sum(b_dy * b_y) / (H * DV))"
+_SCORE = "silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION), scale_log2, None)"
+_CMP = "acc, _ = normalise(b_x * b_gate[:, :, None], at.m_x, N, SHAPE.EPS)"
+_NORM_BACK = "b_dy - token_sum(b_dy) / N - b_y * (token_sum(b_dy * b_y) / N)"
 
 BSA = (
     Mutant(
@@ -45,7 +45,7 @@ BSA = (
         "blocks are ranked by their scores before SiLU",
         _CHOOSE,
         _SCORE,
-        "tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)",
+        "tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)",
     ),
     Mutant(
         "negatives-backwards",
@@ -100,22 +100,22 @@ BSA = (
         "selected-base-2",
         "chosen blocks: the sigmoid is that of base 2",
         _SELECTED_LAUNCH,
-        '"n_slots": named.tile_slots(named.block_size), "scale_log2": scale * LOG2E',
-        '"n_slots": named.tile_slots(named.block_size), "scale_log2": scale',
+        '"scale_log2": inputs.scale * LOG2E',
+        '"scale_log2": inputs.scale',
     ),
     Mutant(
         "sees-next",
         "chosen blocks: a query sees the next key",
         _BLOCKS,
-        "o_t - i_key + 1, n_kept",
-        "o_t - i_key + 2, n_kept",
+        "o_t - segment.i_key + 1, n_kept",
+        "o_t - segment.i_key + 2, n_kept",
     ),
     Mutant(
         "heads-mixed",
         "chosen blocks: a pair's second head overwrites the first",
         _SELECTED,
-        "store_plain(partial_o, ((o_c * n_heads + i_shared) * S + o_s) * HEADS + i_h % HEADS",
-        "store_plain(partial_o, ((o_c * n_heads + i_shared) * S + o_s) * HEADS",
+        "* SHAPE.S + rows.o_s) * HEADS + i_h % HEADS store_plain(partial_o",
+        "* SHAPE.S + rows.o_s) * HEADS\n        store_plain(partial_o",
     ),
     Mutant(
         "slot-lost",
@@ -138,14 +138,14 @@ BSA = (
         "the compressed branch's gate comes after the norm",
         _COMBINE,
         _CMP,
-        "acc = normalise(b_x, m_x, H * DV, EPS)[0] * b_gate[:, :, None]",
+        "acc = normalise(b_x, at.m_x, N, SHAPE.EPS)[0] * b_gate[:, :, None]",
     ),
     Mutant(
         "wrong-gate",
         "the window takes the chosen blocks' gate",
         _COMBINE,
-        "gated_branch(o_swa, g_swa",
-        "gated_branch(o_swa, g_slc",
+        "gated_branch(swa, at)",
+        "gated_branch(Branch(swa.x, slc.gate), at)",
     ),
     Mutant("u-ignored", "the backward lacks u", _COMBINE, "b_dy = b_do * b_u", "b_dy = b_do"),
     Mutant("du-with-u", "u's gradient is multiplied by u", _COMBINE, "(b_do * acc).to(du", "(b_dy * acc).to(du"),
@@ -154,14 +154,14 @@ BSA = (
         "the mean passes no gradient",
         _COMBINE,
         _NORM_BACK,
-        "b_dy - b_y * (token_sum(b_dy * b_y) / (H * DV))",
+        "b_dy - b_y * (token_sum(b_dy * b_y) / N)",
     ),
     Mutant(
         "norm-deviation-gradient",
         "the deviation passes no gradient",
         _COMBINE,
         _NORM_BACK,
-        "b_dy - token_sum(b_dy) / (H * DV)",
+        "b_dy - token_sum(b_dy) / N",
     ),
     Mutant(
         "gate-gradient",
@@ -315,8 +315,8 @@ HSTU_BSA = (
         "blocks-of-the-batch",
         "blocks are counted from the batch's start",
         _CHOOSE,
-        "own = o_m // BLOCK_SIZE",
-        "own = (start_q + o_m) // BLOCK_SIZE",
+        "own = o_m // SHAPE.BLOCK_SIZE",
+        "own = (start_q + o_m) // SHAPE.BLOCK_SIZE",
     ),
     Mutant(
         "means-of-the-first",

@@ -1,12 +1,13 @@
 """Which blocks each token attends to: its own, and of those before it the best by score, exactly.
 
-A program owns BLOCK_M tokens of one head and walks the whole blocks before them, BLOCK_N at a time. A block's key holds
-its score's bits above, in an order that integers share, and its number, inverted, below: keys are all different, and
-the larger of two is the one to take. The best are kept on
-chip: as long as a tile's best key beats the worst of those kept, it takes its place. Nothing is written but the choice.
-Operations: 2 · D a pair of query and block, as half of the compressed branch, and a few rounds of maxima. Bytes: q
-once, the blocks' means from the L2 cache.
+A program owns BLOCK_M tokens of one head and loops over the whole blocks before them, BLOCK_N at a time. A block's key
+holds its score's bits above, in an order that integers share, and its number, inverted, below: keys are all different,
+and the larger of two is the one to take. The best are kept on chip: as long as a tile's best key beats the worst of
+those kept, it takes its place. Nothing is written but the choice. Operations: 2 · D a pair of query and block, as half
+of the compressed branch, and a few rounds of maxima. Bytes: q once, the blocks' means from the L2 cache.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,6 +20,22 @@ from tilewise.ops._device.varlen import locate_slot, sequence_bounds
 SIZES = ("n_batch", "n_tokens", "n_choosing", "n_windows", "n_tiles")
 NONE = tl.constexpr(-(1 << 63))
 LAST_BLOCK = tl.constexpr((1 << 31) - 1)
+
+
+class ChoiceShape(NamedTuple):
+    """Constants: heads that share a choice, channels, tiles; tokens in a block; blocks to take, and as tiles hold
+    them; the precision of products.
+    """
+
+    HEADS: Any
+    D: Any
+    BLOCK_D: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_SIZE: Any
+    COUNT: Any
+    COUNT_P: Any
+    PRECISION: Any
 
 
 @triton.jit
@@ -34,15 +51,18 @@ def score_keys(b_score, o_n, m_n):
 @triton.jit(do_not_specialize=SIZES)
 def bsa_choose_kernel(
     q, k_cmp, indices, public, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_choosing, n_windows, n_tiles,
-    scale_log2, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scale_log2, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M tokens x heads that choose: every one, or of HEADS that share a choice the first.
     # Owns: BLOCK_M tokens of one head.
     # Loops over: tiles of the blocks before the last token's own, and rounds until no block of a tile is better than
     # those kept.
     # Writes: each token's blocks, ascending, -1 behind the last, by token and by head.
+    HEADS: tl.constexpr = SHAPE.HEADS
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    COUNT: tl.constexpr = SHAPE.COUNT
+    COUNT_P: tl.constexpr = SHAPE.COUNT_P
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
     i_b, i_local, start, Tq = locate_slot(i_tile, cu, n_batch, n_tokens, BLOCK_M)
@@ -54,21 +74,23 @@ def bsa_choose_kernel(
         start_w, n_seen = sequence_bounds(windows, i_b, n_windows)
         i_bq, start_q = 0, start
     # [M, D]
-    b_q = load_rows(Rows(q, q_strides, i_bq, i_h * HEADS, start_q, Tq), i_m, D, BLOCK_M, BLOCK_D, False)
+    b_q = load_rows(Rows(q, q_strides, i_bq, i_h * HEADS, start_q, Tq), i_m, SHAPE.D, BLOCK_M, SHAPE.BLOCK_D, False)
     o_m = i_m + tl.arange(0, BLOCK_M)
-    own = o_m // BLOCK_SIZE
+    own = o_m // SHAPE.BLOCK_SIZE
     o_s = tl.arange(0, COUNT_P)
     # Places for all but the own block, different from each other; the others hold what nothing beats.
     kept = tl.where(o_s < COUNT - 1, o_s.to(tl.int64) + (NONE + 1), -(NONE + 1))[None, :] + tl.zeros(
         [BLOCK_M, COUNT_P], tl.int64
     )
     if COUNT > 1:
-        n_before = (tl.minimum(i_m + BLOCK_M, Tq) - 1) // BLOCK_SIZE
+        n_before = (tl.minimum(i_m + BLOCK_M, Tq) - 1) // SHAPE.BLOCK_SIZE
         for i_n in range(0, n_before, BLOCK_N):
             # [N, D]
-            b_k = load_rows(Rows(k_cmp, k_strides, i_bq, i_h * HEADS, start_w, n_seen), i_n, D, BLOCK_N, BLOCK_D, False)
+            b_k = load_rows(
+                Rows(k_cmp, k_strides, i_bq, i_h * HEADS, start_w, n_seen), i_n, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, False
+            )
             # [M, D] @ [D, N] -> [M, N]
-            b_score = silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), scale_log2, None)
+            b_score = silu_weights(tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION), scale_log2, None)
             o_n = i_n + tl.arange(0, BLOCK_N)
             keys = score_keys(b_score, o_n, (o_n[None, :] < own[:, None]) & (o_m < Tq)[:, None])
             best = tl.max(keys, 1)

@@ -7,7 +7,7 @@ from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, ro
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
-from tilewise.ops.bsa.choose.kernels import bsa_choose_kernel
+from tilewise.ops.bsa.choose.kernels import ChoiceShape, bsa_choose_kernel
 from tilewise.ops.flash.launch import LOG2E
 
 
@@ -48,15 +48,17 @@ def choose(
         "n_windows": k_cmp.shape[-3],
         "n_tiles": tiles,
         "scale_log2": scale * LOG2E,
-        "HEADS": shared,
-        "D": q.shape[-1],
-        "BLOCK_D": padded_channels(q.shape[-1]),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_SIZE": block_size,
-        "COUNT": count,
-        "COUNT_P": max(2, power_of_2(count)),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "SHAPE": ChoiceShape(
+            HEADS=shared,
+            D=q.shape[-1],
+            BLOCK_D=padded_channels(q.shape[-1]),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_SIZE=block_size,
+            COUNT=count,
+            COUNT_P=max(2, power_of_2(count)),
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,

@@ -6,13 +6,20 @@ from typing import Any
 
 import torch
 
+from tilewise.ops._device.records import Strided
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
-from tilewise.ops.bsa.combine.kernels import bsa_bwd_keys_kernel, bsa_norm_bwd_kernel, bsa_norm_fwd_kernel
+from tilewise.ops.bsa.combine.kernels import (
+    Branch,
+    NormShape,
+    bsa_bwd_keys_kernel,
+    bsa_norm_bwd_kernel,
+    bsa_norm_fwd_kernel,
+)
 from tilewise.ops.bsa.problem import LAYER_NORM_EPS
 
 # Keys of one program that adds up their gradient.
@@ -34,27 +41,24 @@ def norm_rows(heads: int, channels: int) -> int:
 def _norm(u: torch.Tensor, branches: Branches, gates: Gates) -> dict[str, Any]:
     """What both kernels over whole tokens take."""
     heads, channels = u.shape[-2:]
-    elements = power_of_2(heads) * padded_channels(channels)
     rows = norm_rows(heads, channels)
-    arguments: dict[str, Any] = {
-        name: None if gate is None else gate.contiguous()
-        for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True)
-    }
-    arguments |= dict(zip(("o_cmp", "o_slc", "o_swa"), branches, strict=True))
+    shape = NormShape(heads, power_of_2(heads), channels, padded_channels(channels), rows, LAYER_NORM_EPS)
+    elements = shape.H_P * shape.BLOCK_DV
+    arguments = _records("", branches, tuple(None if gate is None else gate.contiguous() for gate in gates))
     return arguments | {
-        "u": u,
-        "u_strides": row_strides(u.stride()),
+        "u": Strided(u, row_strides(u.stride())),
         "n_rows": _tokens(u),
         "n_tokens": u.shape[-3],
-        "BLOCK_R": rows,
-        "H": heads,
-        "H_P": power_of_2(heads),
-        "DV": channels,
-        "BLOCK_DV": padded_channels(channels),
-        "EPS": LAYER_NORM_EPS,
+        "SHAPE": shape,
         "num_warps": min(max(1, rows * elements // configs.ELEMENTS_A_WARP), configs.MOST_WARPS),
         "enable_fp_fusion": True,
     }
+
+
+def _records(prefix: str, outputs: Branches, gates: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
+    """Each branch's output and gate, or their gradients, as the kernels take them: None for a window left out."""
+    each = zip(("cmp", "slc", "swa"), outputs, gates, strict=True)
+    return {prefix + name: None if x is None else Branch(x, gate) for name, x, gate in each}
 
 
 def _tokens(x: torch.Tensor) -> int:
@@ -79,8 +83,7 @@ def norm_backward(
     do_swa = None if o_swa is None else o_swa.new_empty(o_swa.shape)
     dg_cmp, dg_slc, dg_swa = (None if gate is None else gate.new_empty(gate.shape) for gate in gates)
     if du.numel():
-        outgoing = {"do_cmp": do_cmp, "do_slc": do_slc, "do_swa": do_swa}
-        outgoing |= {"dg_cmp": dg_cmp, "dg_slc": dg_slc, "dg_swa": dg_swa}
+        outgoing = _records("d", (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa))
         arguments = _norm(u, branches, gates) | outgoing | {"do": do.contiguous(), "du": du}
         emit(du, Launch(bsa_norm_bwd_kernel, -(-_tokens(du) // norm_rows(*u.shape[-2:])), arguments))
     return du, (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa)
@@ -110,19 +113,16 @@ def add_keys(
     if dx.numel():
         n_tiles = tile_slots(x.shape[-3], KEYS, cu)
         tensors = {"dx_slc": dx_slc, "dx_cmp": dx_cmp, "dx_swa": dx_swa, "dx": dx}
-        strides = {"slc_strides": dx_slc, "cmp_strides": dx_cmp, "swa_strides": dx_swa, "strides": dx}
-        arguments: dict[str, Any] = tensors | {
-            name: None if y is None else row_strides(y.stride()) for name, y in strides.items()
-        }
+        arguments = {name: None if y is None else Strided(y, row_strides(y.stride())) for name, y in tensors.items()}
         arguments |= {
             "cu": cu,
             "windows": windows,
             "n_batch": batch_size(x, cu),
             "n_tiles": n_tiles,
             "n_heads": x.shape[-2],
-        }
-        arguments |= {"n_tokens": x.shape[-3], "n_windows": dx_cmp.shape[-3], "D": x.shape[-1]}
-        arguments |= {
+            "n_tokens": x.shape[-3],
+            "n_windows": dx_cmp.shape[-3],
+            "D": x.shape[-1],
             "BLOCK_D": padded_channels(x.shape[-1]),
             "BLOCK_M": KEYS,
             "BLOCK_SIZE": block_size,

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._device.blocks import KeySums, ListsShape
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides, tile_widths
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, tile_widths
 from tilewise.ops._host.packing import batch_size
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
@@ -17,7 +18,7 @@ from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs as nsa_configs
 from tilewise.ops.nsa.selected import index
 from tilewise.ops.nsa.selected.kernels.bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
-from tilewise.ops.nsa.selected.launch import SUMMED_KEYS, SUMMED_ROWS, index_type
+from tilewise.ops.nsa.selected.launch import SUMMED_KEYS, SUMMED_ROWS, index_type, strided, sum_keys, widths
 from tilewise.ops.nsa.selected.problem import Named, check_blocks, cut_blocks
 
 
@@ -34,10 +35,10 @@ class Inputs(NamedTuple):
     def config(self, kernel: configs.Kernel) -> configs.Config:
         """The tiles of one kernel."""
         width = max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
-        return configs.choose(kernel, width, self.q.element_size(), architecture(self.q.device), self.keys)
+        return configs.choose(kernel, width, self.q.element_size(), architecture(self.q.device), self.block_n)
 
     @property
-    def keys(self) -> int:
+    def block_n(self) -> int:
         """Keys of one tile: a block, as tiles hold it."""
         return max(16, power_of_2(self.named.block_size))
 
@@ -67,50 +68,47 @@ def make_inputs(
 
 
 def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
-    q, k, v, named, shared, scale = inputs
-    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
+    q, named = inputs.q, inputs.named
     return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "q_strides": row_strides(q.stride()),
-        "k_strides": row_strides(k.stride()),
-        "v_strides": row_strides(v.stride()),
+        "q": strided(q),
+        "k": strided(inputs.k),
+        "v": strided(inputs.v),
         "cu": named.cu,
         "n_batch": batch_size(q, named.cu),
         "n_tokens": q.shape[-3],
         "n_heads": named.heads,
         "n_slots": named.tile_slots(named.block_size),
-        "scale_log2": scale * LOG2E,
-        "HEADS": shared,
-        "S": named.slots,
-        "D": q.shape[-1],
-        "DV": v.shape[-1],
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_SIZE": named.block_size,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": inputs.keys,
-        "TOKENS": named.tile_tokens,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
+        "scale_log2": inputs.scale * LOG2E,
+        "HEADS": inputs.shared,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
 
 
-def _in_lists(lists: index.Lists, chunk: index.Chunk, *rows: torch.Tensor) -> dict[str, Any]:
-    return {
-        "perm": lists.perm,
-        "segments": lists.segments,
-        "ends": lists.ends,
-        "first_tile": chunk.first_tile,
-        "INDEX": index_type(lists.tokens.shape[0], 1, *rows),
-    }
+def _in_lists(
+    inputs: Inputs, config: configs.Config, made: index.MadeLists, chunk: index.Chunk, *rows: torch.Tensor
+) -> dict[str, Any]:
+    named = inputs.named
+    shape = ListsShape(
+        **widths(inputs)._asdict(),
+        S=named.slots,
+        OWN=0,
+        CAUSAL=True,
+        GROUP=1,
+        GROUP_P=1,
+        BLOCK_SIZE=named.block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=inputs.block_n,
+        TOKENS=named.tile_tokens,
+        INDEX=index_type(made.tokens.shape[0], 1, *rows),
+        PRECISION="tf32x3" if inputs.q.dtype == torch.float32 and not config.ieee else "ieee",
+    )
+    return {"lists": made.lists, "first_tile": chunk.first_tile, "SHAPE": shape}
 
 
 def _add_slots(
-    partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: index.Lists, base: torch.Tensor | None = None
+    partial: torch.Tensor, out: torch.Tensor, inputs: Inputs, lists: index.MadeLists, base: torch.Tensor | None = None
 ) -> Launch:
     """Each row's results of its slots, added in order, after `base` where it is given, into `out`."""
     rows = lists.tokens.shape[0] * out.shape[-2]
@@ -139,18 +137,16 @@ def forward(inputs: Inputs) -> torch.Tensor:
     o = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     if o.numel() == 0:
         return o
-    arguments = _arguments(inputs, inputs.config("selected_fwd"))
+    config = inputs.config("selected_fwd")
     by_token = q.shape[-2] * named.slots
     chunks = index.chunks(named, by_token * o.shape[-1] * o.element_size())
     # The first chunk is the longest: all use its memory, one after another.
     partial = o.new_empty((chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1]))
+    arguments = _arguments(inputs, config) | {"partial_o": partial}
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
-        launch = Launch(
-            bsa_selected_fwd_kernel,
-            lists.most_segments * inputs.shared,
-            arguments | _in_lists(lists, chunk, q) | {"partial_o": partial},
-        )
+        attend = arguments | _in_lists(inputs, config, lists, chunk, q)
+        launch = Launch(bsa_selected_fwd_kernel, lists.most_segments * inputs.shared, attend)
         emit(o, launch, _add_slots(partial, o, inputs, lists))
     return o
 
@@ -164,44 +160,27 @@ def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torc
     dq, k, v = q.new_empty(q.shape), inputs.k, inputs.v
     if do.numel() == 0:
         return dq, k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
-    arguments = _arguments(inputs, inputs.config("selected_bwd")) | {"do": do, "do_strides": row_strides(do.stride())}
-    block_n, by_token = arguments["BLOCK_N"], q.shape[-2] * named.slots
+    config, block_n, by_token = inputs.config("selected_bwd"), inputs.block_n, q.shape[-2] * named.slots
     # What stays by entry: a row of dq, the index, and a share of the sums that further segments leave aside.
-    aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
-    chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + aside + 8))
+    left_aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
+    chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + left_aside + 8))
     # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.
-    dk, dv = ((x.new_zeros if len(chunks) > 1 else x.new_empty)(x.shape, dtype=torch.float32) for x in (k, v))
-    arguments |= {"dk": dk, "dv": dv, "scale": inputs.scale}
+    sums = KeySums(*((x.new_zeros if len(chunks) > 1 else x.new_empty)(x.shape, dtype=torch.float32) for x in (k, v)))
     entries = chunks[0].tiles * named.tile_tokens * by_token
-    left_aside = entries // configs.SEGMENT * block_n
-    partial_dk, partial_dv = (x.new_empty((left_aside, x.shape[-1])) for x in (dk, dv))
+    aside = KeySums(*(x.new_empty((entries // configs.SEGMENT * block_n, x.shape[-1])) for x in sums))
     partial_dq = dq.new_empty((entries, dq.shape[-1]))
-    arguments |= {"partial_dk": partial_dk, "partial_dv": partial_dv, "partial_dq": partial_dq}
-    names = (
-        "partial_dk",
-        "partial_dv",
-        "dk",
-        "dv",
-        "cu",
-        "n_batch",
-        "n_tokens",
-        "n_heads",
-        "n_slots",
-        "D",
-        "DV",
-        "BLOCK_D",
-        "BLOCK_DV",
-        "BLOCK_SIZE",
-    )
-    sums = {name: arguments[name] for name in (*names, "BLOCK_N", "HEADS", "enable_fp_fusion")}
-    sums |= {"flag": None, "WANTED": 0, "BLOCK_R": SUMMED_KEYS, "num_warps": 4}
+    arguments = _arguments(inputs, config) | {"do": strided(do), "scale": inputs.scale}
+    arguments |= {"sums": sums, "aside": aside, "partial_dq": partial_dq}
+    keys = sum_keys(inputs, sums, aside, shared)
+    keys |= {"flag": None, "WANTED": 0, "num_warps": 4, "enable_fp_fusion": True}
     for chunk in chunks:
         lists = index.make_lists(named, chunk, configs.SEGMENT, None, 0)
-        kept = {"ends": lists.ends, "extras": lists.extras}
+        attend = arguments | _in_lists(inputs, config, lists, chunk, q, do)
+        of_lists = {"ends": lists.lists.ends, "extras": lists.extras}
         emit(
             dq,
-            Launch(bsa_selected_bwd_kernel, lists.most_segments * shared, arguments | _in_lists(lists, chunk, q, do)),
-            Launch(nsa_selected_bwd_keys_kernel, named.lists * shared * (block_n // SUMMED_KEYS), sums | kept),
+            Launch(bsa_selected_bwd_kernel, lists.most_segments * shared, attend),
+            Launch(nsa_selected_bwd_keys_kernel, named.lists * shared * (block_n // SUMMED_KEYS), keys | of_lists),
             _add_slots(partial_dq, dq, inputs, lists, base),
         )
-    return dq, dk, dv
+    return dq, sums.dk, sums.dv

@@ -17,7 +17,13 @@ from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
-from tilewise.ops.nsa.choose.kernels import nsa_choose_best_kernel, nsa_choose_scores_kernel
+from tilewise.ops.nsa.choose.kernels import (
+    Choice,
+    ScoresTile,
+    Windows,
+    nsa_choose_best_kernel,
+    nsa_choose_scores_kernel,
+)
 from tilewise.ops.nsa.problem import Sizes
 
 # Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and
@@ -69,12 +75,12 @@ def choose(
         "n_tokens": tokens,
         "n_heads_k": heads_k,
         "n_blocks": n_blocks,
-        "BLOCK_M": config.block_m,
-        "PLANES": planes,
         "enable_fp_fusion": True,
     }
+    precision = "tf32x3" if q.dtype == torch.float32 else "ieee"
+    block_d, block_n = padded_channels(q.shape[-1]), max(config.block_n, windows_p)
     scores = {
-        "q": descriptor(q, config.block_m, padded_channels(q.shape[-1])) if tma else q,
+        "q": descriptor(q, config.block_m, block_d) if tma else q,
         "k_cmp": k_cmp,
         "lse": lse,
         "q_strides": None if tma else row_strides(q.stride()),
@@ -83,31 +89,23 @@ def choose(
         "group": q.shape[-2] // heads_k,
         "n_windows": k_cmp.shape[-3],
         "scale_log2": scale * LOG2E,
-        "D": q.shape[-1],
-        "BLOCK_D": padded_channels(q.shape[-1]),
-        "BLOCK_N": max(config.block_n, windows_p),
-        "SIZE": sizes.compress_size,
-        "STRIDE": sizes.compress_stride,
-        "WINDOWS": in_block,
-        "WINDOWS_P": windows_p,
-        "TMA": tma,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "TILE": ScoresTile(q.shape[-1], block_d, config.block_m, block_n, tma, precision),
+        "WINDOWS": Windows(sizes.compress_size, sizes.compress_stride, in_block, windows_p, planes),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     rows = min(config.block_m, max(1, HELD // block))
-    best = {
-        "indices": indices,
-        "BLOCK_SIZE": sizes.block_size,
-        "COUNT": sizes.block_count,
-        "COUNT_P": power_of_2(sizes.block_count),
-        "INIT": sizes.init_blocks,
-        "LOCAL": sizes.local_blocks,
-        "BLOCK_R": rows,
-        "BLOCK": block,
-        "WHOLE": n_blocks <= block,
-        "num_warps": 1,
-    }
+    choice = Choice(
+        BLOCK_SIZE=sizes.block_size,
+        COUNT=sizes.block_count,
+        COUNT_P=power_of_2(sizes.block_count),
+        INIT=sizes.init_blocks,
+        LOCAL=sizes.local_blocks,
+        PLANES=planes,
+        BLOCK=block,
+        WHOLE=n_blocks <= block,
+    )
+    best = {"indices": indices, "CHOICE": choice, "BLOCK_M": config.block_m, "BLOCK_R": rows, "num_warps": 1}
     for first, count in pieces(tiles, most):
         chunk = shared | {"first_tile": first}
         emit(

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tilewise.ops._device.blocks import Lists, ListSizes, Unions
 from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import pieces
 from tilewise.ops._host.slot import compute
@@ -42,21 +43,20 @@ def chunks(named: Named, bytes_a_token: int) -> list[Chunk]:
     return [Chunk(first, count) for first, count in pieces(tiles, most)]
 
 
-class Lists(NamedTuple):
-    """The entries of a chunk by block: `perm` holds them list by list; `segments` are pieces of lists,
-    one a program.
+class MadeLists(NamedTuple):
+    """The entries of a chunk by block; and of each list the segments before it that are not a list's first, of each
+    entry its rank among its tile's entries of the same block (-1 where it names none), of each token of the chunk its
+    number.
     """
 
-    perm: torch.Tensor
-    segments: torch.Tensor
-    ends: torch.Tensor
+    lists: Lists
     extras: torch.Tensor
     ranks: torch.Tensor
     tokens: torch.Tensor
     most_segments: int
 
 
-def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | None, wanted: int) -> Lists:
+def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | None, wanted: int) -> MadeLists:
     """The lists of one chunk.
 
     Where `flag` is not `wanted` the kernels return at once and what is returned holds nothing.
@@ -80,10 +80,9 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
         "first_tile": chunk.first_tile,
         "n_tiles": chunk.tiles,
         "n_slots": slots,
-        "OWN": named.own,
-        "TOKENS": named.tile_tokens,
+        "NAMING": named.naming(named.tile_tokens),
     }
-    kept = {"totals": totals, "firsts": firsts, "ends": ends, "extras": extras, "n_lists": named.lists}
+    kept = {"list_sizes": ListSizes(totals, firsts, ends, extras), "n_lists": named.lists}
     programs = chunk.tiles * named.heads
     counting = {"ranks": ranks, "counts": counts, "tokens": tokens, "ONCE": named.once, "num_warps": 4}
     placing = {"ranks": ranks, "counts": counts, "perm": perm, "segments": segments, "SEGMENT": segment, "num_warps": 4}
@@ -95,18 +94,7 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
         Launch(nsa_index_lists_kernel, 1, common | kept | {"SEGMENT": segment, "BLOCK": 1024}),
         Launch(nsa_index_place_kernel, max(programs, named.lists), geometry | common | where | kept | placing),
     )
-    return Lists(perm, segments, ends, extras, ranks, tokens, most_segments)
-
-
-class Unions(NamedTuple):
-    """The blocks of each tile of `tokens` tokens, from the last down, with a bit for each token; how many there are,
-    and need a mask.
-    """
-
-    blocks: torch.Tensor
-    bits: torch.Tensor
-    sizes: torch.Tensor
-    tokens: int
+    return MadeLists(Lists(perm, segments, ends), extras, ranks, tokens, most_segments)
 
 
 def make_unions(named: Named, tokens: int) -> Unions:
@@ -115,16 +103,11 @@ def make_unions(named: Named, tokens: int) -> Unions:
     programs, entries = tiles * named.heads, tokens * named.slots_p
     blocks, bits = named.indices.new_empty((2, programs, entries), dtype=torch.int32)
     sizes = named.indices.new_empty((programs, 2), dtype=torch.int32)
-    arguments = {
-        "blocks": blocks,
-        "bits": bits,
-        "sizes": sizes,
-        "n_tiles": tiles,
-        "TOKENS": tokens,
-        "num_warps": 1 if entries <= 128 else 4,
-    }
-    emit(named.indices, Launch(nsa_index_union_kernel, programs, named.geometry() | arguments))
-    return Unions(blocks, bits, sizes, tokens)
+    unions = Unions(blocks, bits, sizes)
+    arguments = {"unions": unions, "n_tiles": tiles, "num_warps": 1 if entries <= 128 else 4}
+    arguments |= named.geometry() | {"NAMING": named.naming(tokens)}
+    emit(named.indices, Launch(nsa_index_union_kernel, programs, arguments))
+    return unions
 
 
 def faster_order(unions: Unions, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:

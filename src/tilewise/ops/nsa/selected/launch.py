@@ -3,11 +3,13 @@
 Plain tensors in and out; no autograd.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import triton.language as tl
 
+from tilewise.ops._device.blocks import KeySums, ListsShape, Unions, UnionShape, Widths
+from tilewise.ops._device.records import Scales, Strided
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import (
     Launch,
@@ -24,8 +26,10 @@ from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected import index
-from tilewise.ops.nsa.selected.index import LISTS, UNION, Unions
+from tilewise.ops.nsa.selected.index import LISTS, UNION, MadeLists
 from tilewise.ops.nsa.selected.kernels.bwd import (
+    Incoming,
+    Selection,
     nsa_selected_bwd_keys_kernel,
     nsa_selected_bwd_lists_kernel,
     nsa_selected_bwd_queries_kernel,
@@ -42,38 +46,42 @@ from tilewise.ops.nsa.selected.problem import Inputs
 Order = Literal["lists", "union", "either"]
 
 
+def strided(x: torch.Tensor) -> Strided:
+    """A tensor [.., T, H, D] as kernels take it that read it through pointers."""
+    return Strided(x, row_strides(x.stride()))
+
+
+def widths(inputs: Inputs) -> Widths:
+    """Channels of keys and of values."""
+    channels, values = inputs.q.shape[-1], inputs.v.shape[-1]
+    return Widths(channels, values, *tile_widths(channels, values, inputs.q.element_size()))
+
+
 def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
     """What every kernel that multiplies tiles takes."""
-    q, k, v, named, *_ = inputs
-    block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
+    q, named = inputs.q, inputs.named
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "q_strides": row_strides(q.stride()),
-        "k_strides": row_strides(k.stride()),
-        "v_strides": row_strides(v.stride()),
+        "q": strided(q),
+        "k": strided(inputs.k),
+        "v": strided(inputs.v),
         "cu": named.cu,
         "n_batch": batch_size(q, named.cu),
         "n_tokens": q.shape[-3],
         "n_heads": named.heads,
-        "heads_a_key": named.heads // k.shape[-2],
-        "scale_log2": inputs.scale * flash.LOG2E,
-        "GROUP": inputs.group,
-        "GROUP_P": power_of_2(inputs.group),
-        "D": q.shape[-1],
-        "DV": v.shape[-1],
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_SIZE": named.block_size,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": max(16, power_of_2(named.block_size)),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 and not config.ieee else "ieee",
+        "heads_a_key": named.heads // inputs.k.shape[-2],
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
     return arguments | ({"maxnreg": config.registers} if config.registers and q.device.type != "cpu" else {})
+
+
+def _precision(inputs: Inputs, config: configs.Config) -> str:
+    return "tf32x3" if inputs.q.dtype == torch.float32 and not config.ieee else "ieee"
+
+
+def _scales(inputs: Inputs) -> Scales:
+    return Scales(inputs.scale * flash.LOG2E, None, inputs.scale)
 
 
 def _positive(scale: float) -> dict[str, Any]:
@@ -89,22 +97,27 @@ def index_type(tokens: int, group: int, *tensors: torch.Tensor) -> tl.dtype:
     return tl.int32 if max(most, group * tensors[0].shape[-3] + tokens) < 2**31 else tl.int64
 
 
-def _in_lists(inputs: Inputs, lists: index.Lists, first_tile: int, *rows: torch.Tensor) -> dict[str, Any]:
+def _in_lists(
+    inputs: Inputs, config: configs.Config, made: MadeLists, first_tile: int, *rows: torch.Tensor
+) -> dict[str, Any]:
     """What the kernels in key order take beside; `rows` are the tensors that they gather from."""
     named = inputs.named
-    return {
-        "INDEX": index_type(lists.tokens.shape[0], inputs.group, *rows),
-        "perm": lists.perm,
-        "segments": lists.segments,
-        "ends": lists.ends,
-        "sel_scale": inputs.sel_scale,
-        "n_slots": named.tile_slots(named.block_size),
-        "first_tile": first_tile,
-        "S": named.indices.shape[-1],
-        "OWN": named.own,
-        "CAUSAL": inputs.causal,
-        "TOKENS": named.tile_tokens,
-    }
+    shape = ListsShape(
+        **widths(inputs)._asdict(),
+        S=named.indices.shape[-1],
+        OWN=named.own,
+        CAUSAL=inputs.causal,
+        GROUP=inputs.group,
+        GROUP_P=power_of_2(inputs.group),
+        BLOCK_SIZE=named.block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=inputs.block_n,
+        TOKENS=named.tile_tokens,
+        INDEX=index_type(made.tokens.shape[0], inputs.group, *rows),
+        PRECISION=_precision(inputs, config),
+    )
+    slots = named.tile_slots(named.block_size)
+    return {"lists": made.lists, "n_slots": slots, "first_tile": first_tile, "SHAPE": shape}
 
 
 def _why_pointers(k: torch.Tensor, v: torch.Tensor, block_size: int, block_n: int) -> str | None:
@@ -114,75 +127,33 @@ def _why_pointers(k: torch.Tensor, v: torch.Tensor, block_size: int, block_n: in
     return why_pointers(k=k, v=v)
 
 
-def _in_unions(inputs: Inputs, unions: Unions, arguments: dict[str, Any], config: configs.Config) -> dict[str, Any]:
+def _in_unions(inputs: Inputs, unions: Unions, config: configs.Config) -> dict[str, Any]:
     """What the kernels in query order take beside; keys through descriptors where they can be."""
-    named = inputs.named
-    tma = (
-        config.tma
-        and arguments["BLOCK_N"] == named.block_size
-        and fits_descriptor(inputs.k)
-        and fits_descriptor(inputs.v)
+    k, v, named, group_p = inputs.k, inputs.v, inputs.named, power_of_2(inputs.group)
+    tma = config.tma and inputs.block_n == named.block_size and fits_descriptor(k) and fits_descriptor(v)
+    shape = UnionShape(
+        **widths(inputs)._asdict(),
+        GROUP=inputs.group,
+        GROUP_P=group_p,
+        BLOCK_SIZE=named.block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=inputs.block_n,
+        SLOTS_P=named.slots_p,
+        TMA=tma,
+        PRECISION=_precision(inputs, config),
     )
-    beside = {
-        "blocks": unions.blocks,
-        "bits": unions.bits,
-        "sizes": unions.sizes,
-        "n_tiles": named.tile_slots(unions.tokens),
-        "SLOTS_P": named.slots_p,
-        "TMA": tma,
-        "WANTED": UNION,
-    }
     if config.tma:
-        note(inputs.q, _why_pointers, inputs.k, inputs.v, named.block_size, arguments["BLOCK_N"])
-    if tma:
-        rows = named.block_size
-        beside |= {
-            "k": descriptor(inputs.k, rows, arguments["BLOCK_D"]),
-            "v": descriptor(inputs.v, rows, arguments["BLOCK_DV"]),
-        }
-        beside |= {"k_strides": None, "v_strides": None}
-    return beside
-
-
-def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: torch.Tensor | None) -> None:
-    named, config = inputs.named, inputs.config("lists_fwd")
-    arguments = _arguments(inputs, config) | _positive(inputs.scale) | {"flag": flag, "WANTED": LISTS}
-    rows_a_token = named.heads * inputs.group
-    bytes_a_token = rows_a_token * named.slots * (o.shape[-1] * o.element_size() + 4)
-    chunks = index.chunks(named, bytes_a_token)
-    # The first chunk is the longest: all use its memory, one after another.
-    results = chunks[0].tiles * named.tile_tokens * rows_a_token * named.slots
-    partial_o = o.new_empty((results, o.shape[-1]))
-    partial = {"partial_o": partial_o, "partial_lse": o.new_empty((results,), dtype=torch.float32)}
-    for chunk in chunks:
-        lists = index.make_lists(named, chunk, configs.segment_entries("forward", inputs.group), flag, LISTS)
-        rows = chunk.tiles * named.tile_tokens * rows_a_token
-        merge = {
-            "ranks": lists.ranks,
-            "tokens": lists.tokens,
-            "o": o,
-            "lse": lse,
-            "n_rows": rows,
-            "PACKED": named.cu is not None,
-            "SLOTS": named.slots,
-            "SLOTS_P": named.slots_p,
-            "BLOCK_R": MERGED_ROWS,
-            "num_warps": 4,
-            "num_stages": 2,
-        }
-        shared = {
-            name: arguments[name]
-            for name in ("flag", "WANTED", "n_heads", "n_tokens", "GROUP", "DV", "BLOCK_DV", "enable_fp_fusion")
-        }
-        emit(
-            o,
-            Launch(
-                nsa_selected_fwd_lists_kernel,
-                lists.most_segments,
-                arguments | partial | _in_lists(inputs, lists, chunk.first_tile, inputs.q),
-            ),
-            Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), shared | partial | merge),
-        )
+        note(inputs.q, _why_pointers, k, v, named.block_size, inputs.block_n)
+    return {
+        "k": descriptor(k, named.block_size, shape.BLOCK_D) if tma else k,
+        "v": descriptor(v, named.block_size, shape.BLOCK_DV) if tma else v,
+        "k_strides": None if tma else row_strides(k.stride()),
+        "v_strides": None if tma else row_strides(v.stride()),
+        "unions": unions,
+        "n_tiles": named.tile_slots(config.block_m // group_p),
+        "WANTED": UNION,
+        "SHAPE": shape,
+    }
 
 
 # Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are
@@ -192,14 +163,48 @@ SUMMED_ROWS = 64 if interpreting() else 8
 SUMMED_KEYS = 16
 
 
+def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: torch.Tensor | None) -> None:
+    named, config = inputs.named, inputs.config("lists_fwd")
+    order = {"flag": flag, "WANTED": LISTS}
+    arguments = _arguments(inputs, config) | _positive(inputs.scale) | order | {"sel_scale": inputs.sel_scale}
+    rows_a_token = named.heads * inputs.group
+    bytes_a_token = rows_a_token * named.slots * (o.shape[-1] * o.element_size() + 4)
+    chunks = index.chunks(named, bytes_a_token)
+    # The first chunk is the longest: all use its memory, one after another.
+    results = chunks[0].tiles * named.tile_tokens * rows_a_token * named.slots
+    partial_o = o.new_empty((results, o.shape[-1]))
+    partial = {"partial_o": partial_o, "partial_lse": o.new_empty((results,), dtype=torch.float32)}
+    merging = order | partial | {"o": o, "lse": lse, "n_heads": named.heads, "n_tokens": inputs.q.shape[-3]}
+    merging |= {
+        "PACKED": named.cu is not None,
+        "SLOTS": named.slots,
+        "SLOTS_P": named.slots_p,
+        "GROUP": inputs.group,
+        "DV": o.shape[-1],
+        "BLOCK_DV": widths(inputs).BLOCK_DV,
+        "BLOCK_R": MERGED_ROWS,
+        "num_warps": 4,
+        "num_stages": 2,
+        "enable_fp_fusion": True,
+    }
+    for chunk in chunks:
+        made = index.make_lists(named, chunk, configs.segment_entries("forward", inputs.group), flag, LISTS)
+        rows = chunk.tiles * named.tile_tokens * rows_a_token
+        in_lists = _in_lists(inputs, config, made, chunk.first_tile, inputs.q)
+        merge = merging | {"ranks": made.ranks, "tokens": made.tokens, "n_rows": rows}
+        emit(
+            o,
+            Launch(nsa_selected_fwd_lists_kernel, made.most_segments, arguments | partial | in_lists),
+            Launch(nsa_selected_fwd_merge_kernel, -(-rows // MERGED_ROWS), merge),
+        )
+
+
 def _forward_union(
     inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, unions: Unions, flag: torch.Tensor | None
 ) -> None:
     config = inputs.config("union_fwd")
-    arguments = _arguments(inputs, config)
-    arguments |= (
-        _in_unions(inputs, unions, arguments, config) | _positive(inputs.scale) | {"o": o, "lse": lse, "flag": flag}
-    )
+    arguments = _arguments(inputs, config) | _in_unions(inputs, unions, config) | _positive(inputs.scale)
+    arguments |= {"o": o, "lse": lse, "flag": flag}
     emit(o, Launch(nsa_selected_fwd_union_kernel, unions.sizes.shape[0], arguments))
 
 
@@ -221,26 +226,9 @@ def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torc
     return o, lse
 
 
-class Rows(NamedTuple):
-    """What a backward reads for each row of queries: the output's gradient, LSE in base 2 (+inf where the row saw
-    nothing), and delta.
-    """
-
-    do: torch.Tensor
-    lse_log2: torch.Tensor
-    delta: torch.Tensor
-
-    def arguments(self) -> dict[str, Any]:
-        """As the kernels take them."""
-        return {
-            "do": self.do,
-            "do_strides": row_strides(self.do.stride()),
-            "lse_log2": self.lse_log2,
-            "delta": self.delta,
-        }
-
-
-def _prepare(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Rows:
+def _prepare(
+    inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+) -> Incoming:
     if do.stride(-1) != 1:
         do = do.contiguous()
     lse_log2, delta = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
@@ -248,103 +236,94 @@ def _prepare(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tenso
         inputs.q, inputs.k, inputs.v, inputs.named.cu, inputs.named.cu, True, -1, -1, inputs.scale, 0.0
     )
     emit(o, flash.prepare_launch(dense, o, do, lse, dlse, delta, lse_log2))
-    return Rows(do, lse_log2, delta)
+    return Incoming(strided(do), lse_log2, delta)
 
 
 def _backward_lists(
     inputs: Inputs,
-    rows: Rows,
-    sums: tuple[torch.Tensor, torch.Tensor],
+    incoming: Incoming,
+    sums: KeySums,
     dq: torch.Tensor | None,
     dsel: torch.Tensor | None,
     flag: torch.Tensor | None,
 ) -> None:
     """Add to dk (but for the scale) and dv, `sums` in fp32 by index head; and where dq is given write it."""
-    named, config = inputs.named, inputs.config("lists_bwd")
-    wanted = LISTS if dq is not None else UNION
+    named, config, block_n = inputs.named, inputs.config("lists_bwd"), inputs.block_n
+    order = {"flag": flag, "WANTED": LISTS if dq is not None else UNION}
     segment = configs.segment_entries("backward" if dq is not None else "dkdv", inputs.group)
-    dk, dv = sums
-    arguments = (
-        _arguments(inputs, config)
-        | rows.arguments()
-        | {
-            "flag": flag,
-            "WANTED": wanted,
-            "dk": dk,
-            "dv": dv,
-            "dsel": dsel,
-            "scale": inputs.scale,
-        }
-    )
+    arguments = _arguments(inputs, config) | order
+    arguments |= {
+        "incoming": incoming,
+        "sums": sums,
+        "selection": None if dsel is None else Selection(inputs.sel_scale, dsel),
+        "scales": _scales(inputs),
+    }
     rows_a_token = named.heads * inputs.group
-    slots = named.tile_slots(named.block_size)
     # What stays by entry: a row of dq for each head, or without it the index and a share of the sums that further
     # segments leave aside.
-    shared = (dk.shape[-1] + dv.shape[-1]) * 4 * arguments["BLOCK_N"] // segment + 8
+    shared = (sums.dk.shape[-1] + sums.dv.shape[-1]) * 4 * block_n // segment + 8
     by_entry = shared if dq is None else shared + inputs.group * dq.shape[-1] * dq.element_size()
     chunks = index.chunks(named, named.heads * named.slots * by_entry)
     # The first chunk is the longest: all use its memory, one after another.
-    entries, block_n = chunks[0].tiles * named.tile_tokens * named.heads * named.slots, arguments["BLOCK_N"]
-    left_aside = entries // segment * block_n
-    partial: dict[str, torch.Tensor | None] = {
-        "partial_dk": dk.new_empty((left_aside, dk.shape[-1]), dtype=torch.float32),
-        "partial_dv": dv.new_empty((left_aside, dv.shape[-1]), dtype=torch.float32),
-        "partial_dq": None if dq is None else dq.new_empty((entries * inputs.group, dq.shape[-1])),
-    }
+    entries = chunks[0].tiles * named.tile_tokens * named.heads * named.slots
+    aside = KeySums(*(x.new_empty((entries // segment * block_n, x.shape[-1]), dtype=torch.float32) for x in sums))
+    partial_dq = None if dq is None else dq.new_empty((entries * inputs.group, dq.shape[-1]))
+    arguments |= {"aside": aside, "partial_dq": partial_dq}
+    summing = order | {"num_warps": 4, "enable_fp_fusion": True}
+    keys = summing | sum_keys(inputs, sums, aside, heads=1)
     for chunk in chunks:
-        lists = index.make_lists(named, chunk, segment, flag, wanted)
-        names = ("flag", "WANTED", "n_heads", "enable_fp_fusion")
-        keys = {
-            name: arguments[name]
-            for name in (
-                *names,
-                "dk",
-                "dv",
-                "cu",
-                "n_batch",
-                "n_tokens",
-                "D",
-                "DV",
-                "BLOCK_D",
-                "BLOCK_DV",
-                "BLOCK_SIZE",
-            )
-        }
-        keys |= {
-            "ends": lists.ends,
-            "extras": lists.extras,
-            "n_slots": slots,
-            "BLOCK_N": block_n,
-            "BLOCK_R": SUMMED_KEYS,
-            "HEADS": 1,
-            "num_warps": 4,
-        }
-        tokens = chunk.tiles * named.tile_tokens
-        aside = {name: partial[name] for name in ("partial_dk", "partial_dv")}
-        in_lists = _in_lists(inputs, lists, chunk.first_tile, inputs.q, rows.do)
+        made = index.make_lists(named, chunk, segment, flag, order["WANTED"])
+        in_lists = _in_lists(inputs, config, made, chunk.first_tile, inputs.q, incoming.do.x)
+        of_lists = {"ends": made.lists.ends, "extras": made.extras}
         launches = [
-            Launch(nsa_selected_bwd_lists_kernel, lists.most_segments, arguments | partial | in_lists),
-            Launch(nsa_selected_bwd_keys_kernel, named.lists * (block_n // SUMMED_KEYS), keys | aside),
+            Launch(nsa_selected_bwd_lists_kernel, made.most_segments, arguments | in_lists),
+            Launch(nsa_selected_bwd_keys_kernel, named.lists * (block_n // SUMMED_KEYS), keys | of_lists),
         ]
         if dq is not None:
-            queries = {name: arguments[name] for name in (*names, "GROUP", "D", "BLOCK_D")}
-            queries |= {
-                "partial_dq": partial["partial_dq"],
-                "ranks": lists.ranks,
-                "tokens": lists.tokens,
+            rows = chunk.tiles * named.tile_tokens * rows_a_token
+            queries = summing | {
+                "partial_dq": partial_dq,
+                "ranks": made.ranks,
+                "tokens": made.tokens,
                 "base": None,
                 "dq": dq,
-                "n_rows": tokens * rows_a_token,
+                "n_heads": named.heads,
+                "n_rows": rows,
+                "SLOTS": named.slots,
+                "GROUP": inputs.group,
+                "D": dq.shape[-1],
+                "BLOCK_D": widths(inputs).BLOCK_D,
+                "BLOCK_R": SUMMED_ROWS,
             }
-            queries |= {"SLOTS": named.slots, "BLOCK_R": SUMMED_ROWS, "num_warps": 4}
-            launches.append(Launch(nsa_selected_bwd_queries_kernel, -(-tokens * rows_a_token // SUMMED_ROWS), queries))
-        emit(dk, *launches)
+            launches.append(Launch(nsa_selected_bwd_queries_kernel, -(-rows // SUMMED_ROWS), queries))
+        emit(sums.dk, *launches)
 
 
-def _backward_union(inputs: Inputs, rows: Rows, dq: torch.Tensor, unions: Unions, flag: torch.Tensor | None) -> None:
+def sum_keys(inputs: Any, sums: KeySums, aside: KeySums, heads: int) -> dict[str, Any]:
+    """What the kernel takes that adds the sums left aside, of `heads` KV heads that share a list."""
+    named = inputs.named
+    return {
+        "aside": aside,
+        "sums": sums,
+        "cu": named.cu,
+        "n_batch": batch_size(inputs.q, named.cu),
+        "n_tokens": inputs.q.shape[-3],
+        "n_heads": named.heads,
+        "n_slots": named.tile_slots(named.block_size),
+        "WIDTHS": widths(inputs),
+        "BLOCK_SIZE": named.block_size,
+        "BLOCK_N": inputs.block_n,
+        "BLOCK_R": SUMMED_KEYS,
+        "HEADS": heads,
+    }
+
+
+def _backward_union(
+    inputs: Inputs, incoming: Incoming, dq: torch.Tensor, unions: Unions, flag: torch.Tensor | None
+) -> None:
     config = inputs.config("union_dq")
-    arguments = _arguments(inputs, config) | rows.arguments()
-    arguments |= _in_unions(inputs, unions, arguments, config) | {"dq": dq, "flag": flag, "scale": inputs.scale}
+    arguments = _arguments(inputs, config) | _in_unions(inputs, unions, config)
+    arguments |= {"incoming": incoming, "dq": dq, "flag": flag, "scales": _scales(inputs)}
     emit(dq, Launch(nsa_selected_bwd_union_kernel, unions.sizes.shape[0], arguments))
 
 
@@ -362,19 +341,19 @@ def backward(
     q, k, v, named = inputs.q, inputs.k, inputs.v, inputs.named
     dq = q.new_empty(q.shape)
     acc_dk, acc_dv = (x.new_zeros((*x.shape[:-2], named.heads, x.shape[-1]), dtype=torch.float32) for x in (k, v))
-    sums = acc_dk, acc_dv
+    sums = KeySums(acc_dk, acc_dv)
     dsel = None if inputs.sel_scale is None else q.new_zeros(named.indices.shape, dtype=torch.float32)
     if q.numel():
-        rows = _prepare(inputs, o, lse, do, dlse)
+        incoming = _prepare(inputs, o, lse, do, dlse)
         tokens = 0 if order == "lists" else inputs.union_tokens("union_dq")
         flag = None
         if tokens:
             unions = index.make_unions(named, tokens)
             flag = index.faster_order(unions, "dq", inputs.named.slots, inputs.group) if order == "either" else None
-            _backward_union(inputs, rows, dq, unions, flag)
-            _backward_lists(inputs, rows, sums, None, dsel, flag)
+            _backward_union(inputs, incoming, dq, unions, flag)
+            _backward_lists(inputs, incoming, sums, None, dsel, flag)
         if not tokens or order == "either":
-            _backward_lists(inputs, rows, sums, dq, dsel, flag)
+            _backward_lists(inputs, incoming, sums, dq, dsel, flag)
     return dq, _finish(acc_dk, k, inputs.scale), _finish(acc_dv, v, 1.0), dsel
 
 

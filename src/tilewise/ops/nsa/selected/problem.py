@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.ops._device.blocks import Naming
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import power_of_2, tile_widths
 from tilewise.ops._host.packing import batch_size, tile_slots
@@ -66,10 +67,11 @@ class Named(NamedTuple):
             "n_batch": batch_size(self.indices, self.cu),
             "n_tokens": self.indices.shape[-3],
             "n_heads": self.heads,
-            "BLOCK_SIZE": self.block_size,
-            "S": self.indices.shape[-1],
-            "SLOTS_P": self.slots_p,
         }
+
+    def naming(self, tokens: int) -> Naming:
+        """The constants that they take, for tiles of so many tokens."""
+        return Naming(self.block_size, self.indices.shape[-1], self.own, tokens, self.slots_p)
 
 
 def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -147,6 +149,11 @@ class Inputs(NamedTuple):
     def group(self) -> int:
         """Query heads that share a choice."""
         return self.q.shape[-2] // self.named.heads
+
+    @property
+    def block_n(self) -> int:
+        """Keys of one tile: a block, as tiles hold it."""
+        return max(16, power_of_2(self.named.block_size))
 
     def config(self, kernel: configs.Kernel) -> configs.Config:
         """The tiles of one kernel."""

@@ -9,17 +9,25 @@ query order (three products again, no results to store: cheaper where the union 
 In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing has lse_log2 = +inf and so p = 0.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from tilewise.ops._device.blocks import (
     gather_rows,
+    gather_union_rows,
     head_pointer,
     keys_kept,
     listed_rows,
     locate_segment,
+    locate_union,
+    locate_union_tile,
+    named_by,
     no_segment,
+    segment_rows,
     skipped,
+    up_to,
 )
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.plain import load_plain, store_plain, store_sums
@@ -29,11 +37,27 @@ from tilewise.ops._device.varlen import locate_slot
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 
 
+class Incoming(NamedTuple):
+    """What a backward reads for each row of queries: the output's gradient with its strides, LSE in base 2 (+inf where
+    the row saw nothing), and delta.
+    """
+
+    do: Any
+    lse_log2: Any
+    delta: Any
+
+
+class Selection(NamedTuple):
+    """sel_scale by index head and slot, and its gradient."""
+
+    sel_scale: Any
+    dsel: Any
+
+
 @triton.jit
 def nsa_selected_bwd_lists_step(
-    acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr
+):
     """BLOCK_M rows' part of dK and dV; also the gradient of the scores, and each row's sum for its sel_scale's."""
     # [M, D] @ [D, N] -> [M, N]
     b_plain = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -41,7 +65,7 @@ def nsa_selected_bwd_lists_step(
     if b_sel is not None:
         b_s = b_plain * b_sel[:, None]
     b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
-    b_p = tl.where(tl.arange(0, BLOCK_N)[None, :] < kept[:, None], b_p, 0.0)
+    b_p = tl.where(tl.arange(0, b_p.shape[1])[None, :] < kept[:, None], b_p, 0.0)
     # [M, DV] @ [DV, N] -> [M, N]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
@@ -67,75 +91,77 @@ def store_entry_sums(p_x, b_x, m_x, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_lists_kernel(
-    q, k, v, do, lse_log2, delta, dk, dv, partial_dk, partial_dv, partial_dq, dsel, perm, segments, ends, sel_scale,
-    flag, q_strides, k_strides, v_strides, do_strides, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots,
-    first_tile, scale, scale_log2, WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, incoming, sums, aside, partial_dq, selection, lists, flag, cu, n_batch, n_tokens, n_heads, heads_a_key,
+    n_slots, first_tile, scales, WANTED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M rows at a time.
     # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and
     # where wanted each row's part of dq, and each entry's dsel.
-    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1, tl.program_id(0)):
+    if no_segment(flag, WANTED, lists.ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
-    first, n_entries, i_segment, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
-        segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
-    )
-    n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
+    segment = locate_segment(lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    i_h = segment.i_h
+    i_key = segment.i_key
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     # [N, D], [N, DV]
-    b_k = load_rows(Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows(Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
+    b_k = load_rows(segment_rows(k, segment, i_h // heads_a_key), i_key, D, BLOCK_N, SHAPE.BLOCK_D, False)
+    b_v = load_rows(segment_rows(v, segment, i_h // heads_a_key), i_key, DV, BLOCK_N, SHAPE.BLOCK_DV, False)
     # A list's first segment goes on from the sums of earlier chunks.
     o_n = tl.arange(0, BLOCK_N)
-    o_key = (start + i_key + o_n).to(tl.int64) * n_heads + i_h
-    m_earlier = i_key + o_n < tl.where(i_segment == 0, n_keys, 0)
-    acc_dk = load_plain(dk, o_key, m_earlier, D, BLOCK_D)
-    acc_dv = load_plain(dv, o_key, m_earlier, DV, BLOCK_DV)
-    p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
-    p_do = head_pointer(do, do_strides, i_bq, start_q + offset, i_h * GROUP)
-    o_first = (tl.cast(i_bq, tl.int64) * n_heads + i_h) * GROUP * n_tokens + start_q + offset
-    for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(
-            perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M
-        )
+    o_key = (segment.start + i_key + o_n).to(tl.int64) * n_heads + i_h
+    m_earlier = i_key + o_n < tl.where(segment.i_extra == 0, segment.n_keys, 0)
+    acc_dk = load_plain(sums.dk, o_key, m_earlier, D, SHAPE.BLOCK_D)
+    acc_dv = load_plain(sums.dv, o_key, m_earlier, DV, SHAPE.BLOCK_DV)
+    i_first = segment.start_q + segment.offset
+    p_q = head_pointer(q, segment.i_b, i_first, i_h * SHAPE.GROUP)
+    p_do = head_pointer(incoming.do, segment.i_b, i_first, i_h * SHAPE.GROUP)
+    o_first = (
+        (tl.cast(segment.i_b, tl.int64) * n_heads + i_h) * SHAPE.GROUP * n_tokens + segment.start_q + segment.offset
+    )
+    for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M // SHAPE.GROUP_P):
+        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
         # [M, D], [M, DV]
-        b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
-        b_do = gather_rows(p_do, do_strides, o_c, o_g, m_r, DV, BLOCK_DV, INDEX)
-        o_row = o_g.to(INDEX) * n_tokens + o_c
-        b_lse = tl.load(lse_log2 + o_first + o_row, mask=m_r, other=float("inf"))
-        b_delta = tl.load(delta + o_first + o_row, mask=m_r, other=0.0)
-        kept = keys_kept(o_s, o_c + offset, i_key, Tk, S, OWN, CAUSAL, BLOCK_SIZE)
-        b_sel, o_sel, m_sel = None, ((start + offset + o_c).to(tl.int64) * n_heads + i_h) * S + o_s, m_r & (o_s < S)
-        if sel_scale is not None:
-            b_sel = tl.load(sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
+        b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, D, SHAPE.BLOCK_D, SHAPE.INDEX)
+        b_do = gather_rows(p_do, incoming.do.strides, rows.o_c, rows.o_g, rows.m_r, DV, SHAPE.BLOCK_DV, SHAPE.INDEX)
+        o_row = rows.o_g.to(SHAPE.INDEX) * n_tokens + rows.o_c
+        b_lse = tl.load(incoming.lse_log2 + o_first + o_row, mask=rows.m_r, other=float("inf"))
+        b_delta = tl.load(incoming.delta + o_first + o_row, mask=rows.m_r, other=0.0)
+        kept = keys_kept(rows, segment, SHAPE)
+        o_token = (segment.start + segment.offset + rows.o_c).to(tl.int64)
+        o_sel = (o_token * n_heads + i_h) * SHAPE.S + rows.o_s
+        m_sel = rows.m_r & (rows.o_s < SHAPE.S)
+        b_sel = None
+        if selection is not None:
+            b_sel = tl.load(selection.sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
         acc_dk, acc_dv, b_ds, b_dsel = nsa_selected_bwd_lists_step(
-            acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION, BLOCK_N
+            acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scales.scale_log2, SHAPE.PRECISION
         )
-        if sel_scale is not None:
-            store_entry_sums(dsel + o_sel, b_dsel * scale, m_sel, GROUP_P, BLOCK_M)
+        if selection is not None:
+            store_entry_sums(selection.dsel + o_sel, b_dsel * scales.scale, m_sel, SHAPE.GROUP_P, SHAPE.BLOCK_M)
         if partial_dq is not None:
             # [M, N] @ [N, D] -> [M, D]
-            b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION) * scale
+            b_dq = tl.dot(b_ds, b_k, input_precision=SHAPE.PRECISION) * scales.scale
             # A chunk's results are fewer than 2^31.
-            o_part = ((o_c * n_heads + i_h) * (S + OWN) + o_s) * GROUP + o_g
-            store_plain(partial_dq, o_part, m_r, b_dq, D, BLOCK_D)
-    if i_segment == 0:
-        store_sums(dk, dv, o_key, i_key + o_n < n_keys, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+            o_named = (rows.o_c * n_heads + i_h) * (SHAPE.S + SHAPE.OWN) + rows.o_s
+            store_plain(partial_dq, o_named * SHAPE.GROUP + rows.o_g, rows.m_r, b_dq, D, SHAPE.BLOCK_D)
+    if segment.i_extra == 0:
+        store_sums(sums, o_key, i_key + o_n < segment.n_keys, acc_dk, acc_dv, SHAPE)
     else:
-        o_part = (i_segment - 1).to(tl.int64) * BLOCK_N + o_n
-        store_sums(partial_dk, partial_dv, o_part, o_n < BLOCK_N, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+        o_part = (segment.i_extra - 1).to(tl.int64) * BLOCK_N + o_n
+        store_sums(aside, o_part, o_n < BLOCK_N, acc_dk, acc_dv, SHAPE)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_keys_kernel(
-    partial_dk, partial_dv, dk, dv, ends, extras, flag, cu, n_batch, n_tokens, n_heads, n_slots,
-    WANTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr,
+    aside, sums, ends, extras, flag, cu, n_batch, n_tokens, n_heads, n_slots,
+    WANTED: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    # Grid: lists x HEADS key heads that share one x tiles of BLOCK_R keys of a block.
+    # Grid: lists x HEADS KV heads that share one x tiles of BLOCK_R keys of a block.
     # Owns: BLOCK_R keys of one block and head.
     # Loops over: its list's segments but the first, in order.
     # Writes: adds them to dk and dv.
@@ -155,13 +181,13 @@ def nsa_selected_bwd_keys_kernel(
         o_key = (
             (start + i_block * BLOCK_SIZE + o_n).to(tl.int64) * (n_heads * HEADS) + i_list // n_slots * HEADS + i_shared
         )
-        acc_dk = load_plain(dk, o_key, m_n, D, BLOCK_D)
-        acc_dv = load_plain(dv, o_key, m_n, DV, BLOCK_DV)
+        acc_dk = load_plain(sums.dk, o_key, m_n, WIDTHS.D, WIDTHS.BLOCK_D)
+        acc_dv = load_plain(sums.dv, o_key, m_n, WIDTHS.DV, WIDTHS.BLOCK_DV)
         for i in range(first, first + n_extras):
             o_part = (tl.cast(i, tl.int64) * HEADS + i_shared) * BLOCK_N + o_n
-            acc_dk += load_plain(partial_dk, o_part, m_n, D, BLOCK_D)
-            acc_dv += load_plain(partial_dv, o_part, m_n, DV, BLOCK_DV)
-        store_sums(dk, dv, o_key, m_n, acc_dk, acc_dv, D, DV, BLOCK_D, BLOCK_DV)
+            acc_dk += load_plain(aside.dk, o_part, m_n, WIDTHS.D, WIDTHS.BLOCK_D)
+            acc_dv += load_plain(aside.dv, o_part, m_n, WIDTHS.DV, WIDTHS.BLOCK_DV)
+        store_sums(sums, o_key, m_n, acc_dk, acc_dv, WIDTHS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -203,36 +229,21 @@ def nsa_selected_bwd_queries_kernel(
 @triton.jit
 def nsa_selected_bwd_union_step(
     acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of the union: its part of dQ."""
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows(
-        Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys),
-        i_key,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        TMA,
-        INSIDE,
-    )
+    b_k = load_rows(up_to(k_rows, n_keys), i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
     # [M, D] @ [D, N] -> [M, N]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     # [N, DV]
-    b_v = load_rows(
-        Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys),
-        i_key,
-        DV,
-        BLOCK_N,
-        BLOCK_DV,
-        TMA,
-        INSIDE,
-    )
+    b_v = load_rows(up_to(v_rows, n_keys), i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
     # [M, DV] @ [DV, N] -> [M, N]
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=SHAPE.PRECISION)
     b_p = tl.exp2(b_s * scale_log2 - tl.where(named, b_lse, float("inf"))[:, None])
     o_n = tl.arange(0, BLOCK_N)
     if MASKED:
@@ -242,16 +253,13 @@ def nsa_selected_bwd_union_step(
         b_p = tl.where((o_n < BLOCK_SIZE)[None, :], b_p, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     # [M, N] @ [N, D] -> [M, D]
-    return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=PRECISION)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, acc_dq, input_precision=SHAPE.PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_union_kernel(
-    q, k, v, do, lse_log2, delta, dq, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, do_strides, cu,
-    n_batch, n_tokens, n_heads, heads_a_key, n_tiles, scale, scale_log2,
-    WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, k_strides, v_strides, incoming, dq, unions, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_tiles,
+    scales, WANTED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.
@@ -259,36 +267,28 @@ def nsa_selected_bwd_union_kernel(
     # Writes: its rows of dq.
     if skipped(flag, WANTED):
         return
-    TOKENS: tl.constexpr = BLOCK_M // GROUP_P
     i_h = tl.program_id(0) // n_tiles
-    i_b, i_tile, start, Tk = locate_slot(tl.program_id(0) % n_tiles, cu, n_batch, n_tokens, TOKENS)
-    i_bq, start_q = i_b, 0
-    if cu is not None:
-        i_bq, start_q = 0, start
-    o_r = tl.arange(0, BLOCK_M)
-    o_t = i_tile * TOKENS + o_r // GROUP_P
-    o_h = i_h * GROUP + o_r % GROUP_P
-    m_r = (o_t < Tk) & (o_r % GROUP_P < GROUP)
+    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, SHAPE)
     # [M, D], [M, DV]
-    p_q = head_pointer(q, q_strides, i_bq, start_q + i_tile * TOKENS, i_h * GROUP)
-    p_do = head_pointer(do, do_strides, i_bq, start_q + i_tile * TOKENS, i_h * GROUP)
-    b_q = gather_rows(p_q, q_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, D, BLOCK_D, tl.int64)
-    b_do = gather_rows(p_do, do_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, DV, BLOCK_DV, tl.int64)
-    o_row = (tl.cast(i_bq, tl.int64) * (n_heads * GROUP) + o_h) * n_tokens + start_q + o_t
-    b_lse = tl.load(lse_log2 + o_row, mask=m_r, other=float("inf"))
-    b_delta = tl.load(delta + o_row, mask=m_r, other=0.0)
-    k_rows = Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
-    v_rows = Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    b_q = gather_union_rows(q, tile, SHAPE.D, SHAPE.BLOCK_D, SHAPE)
+    b_do = gather_union_rows(incoming.do, tile, SHAPE.DV, SHAPE.BLOCK_DV, SHAPE)
+    o_row = (tl.cast(tile.i_b, tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h) * n_tokens + tile.start_q + tile.o_t
+    b_lse = tl.load(incoming.lse_log2 + o_row, mask=tile.m_r, other=float("inf"))
+    b_delta = tl.load(incoming.delta + o_row, mask=tile.m_r, other=0.0)
+    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    o_union = tl.program_id(0).to(tl.int64) * (TOKENS * SLOTS_P)
-    ends = (0, tl.load(sizes + tl.program_id(0) * 2 + 1), tl.load(sizes + tl.program_id(0) * 2))
+    union = locate_union(unions, SHAPE)
+    ends = (0, union.n_masked, union.n_blocks)
     for PART in tl.static_range(2):
         for i_u in range(ends[PART], ends[PART + 1]):
-            i_key = tl.load(blocks + o_union + i_u) * BLOCK_SIZE
-            named = ((tl.load(bits + o_union + i_u) >> (o_r // GROUP_P)) & 1) != 0
+            i_key = tl.load(unions.blocks + union.first + i_u) * SHAPE.BLOCK_SIZE
+            named = named_by(unions.bits + union.first + i_u, SHAPE)
             acc_dq = nsa_selected_bwd_union_step(
-                acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BLOCK_N, TMA, PRECISION, PART == 0,
+                acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, tile.o_t, scales.scale_log2, SHAPE,
+                PART == 0,
             )  # fmt: skip
-    o_out = (start + o_t).to(tl.int64) * (n_heads * GROUP) + o_h
-    store_plain(dq, o_out, m_r, acc_dq * scale, D, BLOCK_D)
+    o_out = (tile.start + tile.o_t).to(tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h
+    store_plain(dq, o_out, tile.m_r, acc_dq * scales.scale, SHAPE.D, SHAPE.BLOCK_D)

@@ -15,74 +15,78 @@ import triton.language as tl
 
 from tilewise.ops._device.blocks import (
     gather_rows,
+    gather_union_rows,
     head_pointer,
     keys_kept,
     listed_rows,
     locate_segment,
+    locate_union,
+    locate_union_tile,
+    named_by,
     no_segment,
+    segment_rows,
     skipped,
+    up_to,
 )
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.softmax import softmax_finish
-from tilewise.ops._device.varlen import locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_lists_kernel(
-    q, k, v, partial_o, partial_lse, perm, segments, ends, sel_scale, flag, q_strides, k_strides, v_strides, cu,
-    n_batch, n_tokens, n_heads, heads_a_key, n_slots, first_tile, scale_log2,
-    WANTED: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SIGN: tl.constexpr,
-    INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, partial_o, partial_lse, lists, sel_scale, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots,
+    first_tile, scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M rows at a time.
     # Writes: for each row the output and LSE (base 2) over this block alone.
-    if no_segment(flag, WANTED, ends + n_heads * n_slots - 1, tl.program_id(0)):
+    if no_segment(flag, WANTED, lists.ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
-    first, n_entries, _, i_h, i_bq, start_q, start, Tk, i_key, offset = locate_segment(
-        segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, BLOCK_SIZE, TOKENS
-    )
-    n_keys = tl.minimum(Tk, i_key + BLOCK_SIZE)
+    segment = locate_segment(lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    DV: tl.constexpr = SHAPE.DV
     # [N, D], [N, DV]
-    b_k = load_rows(Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, D, BLOCK_N, BLOCK_D, False)
-    b_v = load_rows(Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, n_keys), i_key, DV, BLOCK_N, BLOCK_DV, False)
-    p_q = head_pointer(q, q_strides, i_bq, start_q + offset, i_h * GROUP)
-    o_d = tl.arange(0, BLOCK_DV)
-    for i_entry in range(0, n_entries, BLOCK_M // GROUP_P):
-        m_r, o_c, o_s, o_g = listed_rows(
-            perm, first, i_entry, n_entries, offset, Tk, cu, S + OWN, GROUP, GROUP_P, BLOCK_M
-        )
+    b_k = load_rows(
+        segment_rows(k, segment, segment.i_h // heads_a_key), segment.i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, False
+    )
+    b_v = load_rows(
+        segment_rows(v, segment, segment.i_h // heads_a_key), segment.i_key, DV, BLOCK_N, SHAPE.BLOCK_DV, False
+    )
+    p_q = head_pointer(q, segment.i_b, segment.start_q + segment.offset, segment.i_h * SHAPE.GROUP)
+    o_d = tl.arange(0, SHAPE.BLOCK_DV)
+    for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M // SHAPE.GROUP_P):
+        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
         # [M, D]
-        b_q = gather_rows(p_q, q_strides, o_c, o_g, m_r, D, BLOCK_D, INDEX)
+        b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, SHAPE.D, SHAPE.BLOCK_D, SHAPE.INDEX)
         # [M, D] @ [D, N] -> [M, N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
         if sel_scale is not None:
-            p_sel = sel_scale + ((start + offset + o_c).to(tl.int64) * n_heads + i_h) * S + o_s
-            b_s = b_s * tl.load(p_sel, mask=m_r & (o_s < S), other=1.0)[:, None]
+            o_token = (segment.start + segment.offset + rows.o_c).to(tl.int64)
+            p_sel = sel_scale + (o_token * n_heads + segment.i_h) * SHAPE.S + rows.o_s
+            b_s = b_s * tl.load(p_sel, mask=rows.m_r & (rows.o_s < SHAPE.S), other=1.0)[:, None]
         if SIGN != 1:
             b_s = b_s * SIGN
-        kept = keys_kept(o_s, o_c + offset, i_key, Tk, S, OWN, CAUSAL, BLOCK_SIZE)
+        kept = keys_kept(rows, segment, SHAPE)
         b_s = tl.where(tl.arange(0, BLOCK_N)[None, :] < kept[:, None], b_s, float("-inf"))
         m = tl.max(b_s, 1) * scale_log2
         shift = tl.where(m == float("-inf"), 0.0, m)
         b_p = tl.exp2(b_s * scale_log2 - shift[:, None])
         l = tl.sum(b_p, 1)
         # [M, N] @ [N, DV] -> [M, DV]
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=SHAPE.PRECISION)
         b_o = b_o * (1.0 / tl.where(l != 0.0, l, 1.0))[:, None]
         # A chunk's results are fewer than 2^31.
-        o_row = ((o_c * n_heads + i_h) * (S + OWN) + o_s) * GROUP + o_g
-        m_x = m_r[:, None]
-        if DV != BLOCK_DV:
+        o_named = (rows.o_c * n_heads + segment.i_h) * (SHAPE.S + SHAPE.OWN) + rows.o_s
+        o_row = o_named * SHAPE.GROUP + rows.o_g
+        m_x = rows.m_r[:, None]
+        if DV != SHAPE.BLOCK_DV:
             m_x = m_x & (o_d < DV)[None, :]
         tl.store(partial_o + (o_row[:, None] * DV + o_d[None, :]), b_o.to(partial_o.dtype.element_ty), mask=m_x)
-        tl.store(partial_lse + o_row, m + tl.log2(l), mask=m_r)
+        tl.store(partial_lse + o_row, m + tl.log2(l), mask=rows.m_r)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -137,25 +141,17 @@ def nsa_selected_fwd_merge_kernel(
 
 @triton.jit
 def nsa_selected_fwd_union_step(
-    b_q, acc, m, l, k_rows, v_rows, i_key, named, o_t, scale_log2,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    b_q, acc, m, l, k_rows, v_rows, i_key, named, o_t, scale_log2, SHAPE: tl.constexpr, MASKED: tl.constexpr
+):
     """One block of the union: scores, online softmax over the rows whose token named it, sum with the values."""
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows(
-        Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys),
-        i_key,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        TMA,
-        INSIDE,
-    )
+    b_k = load_rows(up_to(k_rows, n_keys), i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
     # [M, D] @ [D, N] -> [M, N]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     o_n = tl.arange(0, BLOCK_N)
     if MASKED:
         kept = tl.minimum(o_t + 1, n_keys) - i_key
@@ -170,27 +166,16 @@ def nsa_selected_fwd_union_step(
     rescale = tl.exp2(m - shift)
     l = l * rescale + tl.sum(b_p, 1)
     # [N, DV]
-    b_v = load_rows(
-        Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys),
-        i_key,
-        DV,
-        BLOCK_N,
-        BLOCK_DV,
-        TMA,
-        INSIDE,
-    )
+    b_v = load_rows(up_to(v_rows, n_keys), i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=SHAPE.PRECISION)
     return acc, m_new, l
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_union_kernel(
-    q, k, v, o, lse, blocks, bits, sizes, flag, q_strides, k_strides, v_strides, cu, n_batch, n_tokens, n_heads,
-    heads_a_key, n_tiles, scale_log2, WANTED: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS_P: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, k_strides, v_strides, o, lse, unions, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_tiles,
+    scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.
@@ -198,44 +183,34 @@ def nsa_selected_fwd_union_kernel(
     # Writes: its rows of o and lse.
     if skipped(flag, WANTED):
         return
-    TOKENS: tl.constexpr = BLOCK_M // GROUP_P
     i_h = tl.program_id(0) // n_tiles
-    i_b, i_tile, start, Tk = locate_slot(tl.program_id(0) % n_tiles, cu, n_batch, n_tokens, TOKENS)
-    i_bq, start_q = i_b, 0
-    if cu is not None:
-        i_bq, start_q = 0, start
-    o_r = tl.arange(0, BLOCK_M)
-    o_t = i_tile * TOKENS + o_r // GROUP_P
-    o_h = i_h * GROUP + o_r % GROUP_P
-    m_r = (o_t < Tk) & (o_r % GROUP_P < GROUP)
+    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, SHAPE)
     # [M, D]
-    p_q = head_pointer(q, q_strides, i_bq, start_q + i_tile * TOKENS, i_h * GROUP)
-    b_q = gather_rows(p_q, q_strides, o_r // GROUP_P, o_r % GROUP_P, m_r, D, BLOCK_D, tl.int64)
+    b_q = gather_union_rows(q, tile, SHAPE.D, SHAPE.BLOCK_D, SHAPE)
     if SIGN != 1:
         b_q = (b_q * SIGN).to(b_q.dtype)
-    k_rows = Rows(k, k_strides, i_bq, i_h // heads_a_key, start_q, Tk)
-    v_rows = Rows(v, v_strides, i_bq, i_h // heads_a_key, start_q, Tk)
+    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    o_union = tl.program_id(0).to(tl.int64) * (TOKENS * SLOTS_P)
-    n_union, n_masked = tl.load(sizes + tl.program_id(0) * 2), tl.load(sizes + tl.program_id(0) * 2 + 1)
-    ends = (0, n_masked, n_union)
+    union = locate_union(unions, SHAPE)
+    ends = (0, union.n_masked, union.n_blocks)
     for PART in tl.static_range(2):
         for i_u in range(ends[PART], ends[PART + 1]):
-            i_key = tl.load(blocks + o_union + i_u) * BLOCK_SIZE
-            named = ((tl.load(bits + o_union + i_u) >> (o_r // GROUP_P)) & 1) != 0
+            i_key = tl.load(unions.blocks + union.first + i_u) * SHAPE.BLOCK_SIZE
+            named = named_by(unions.bits + union.first + i_u, SHAPE)
             acc, m, l = nsa_selected_fwd_union_step(
-                b_q, acc, m, l, k_rows, v_rows, i_key, named, o_t, scale_log2,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BLOCK_N, TMA, PRECISION, PART == 0,
-            )  # fmt: skip
+                b_q, acc, m, l, k_rows, v_rows, i_key, named, tile.o_t, scale_log2, SHAPE, PART == 0
+            )
     b_o, b_lse = softmax_finish(acc, m, l)
     # A row that saw nothing gives 0, also where a neighbour saw NaN.
     b_o = tl.where((l != 0.0)[:, None], b_o, 0.0)
     o_d = tl.arange(0, BLOCK_DV)
-    o_out = (start + o_t).to(tl.int64) * (n_heads * GROUP) + o_h
-    tl.store(
-        o + o_out[:, None] * DV + o_d[None, :], b_o.to(o.dtype.element_ty), mask=m_r[:, None] & (o_d < DV)[None, :]
-    )
-    o_lse = (tl.cast(i_bq, tl.int64) * (n_heads * GROUP) + o_h) * n_tokens + start_q + o_t
-    tl.store(lse + o_lse, b_lse, mask=m_r)
+    o_out = (tile.start + tile.o_t).to(tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h
+    p_o = o + o_out[:, None] * SHAPE.DV + o_d[None, :]
+    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=tile.m_r[:, None] & (o_d < SHAPE.DV)[None, :])
+    o_lse = (tl.cast(tile.i_b, tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h) * n_tokens + tile.start_q + tile.o_t
+    tl.store(lse + o_lse, b_lse, mask=tile.m_r)

@@ -22,8 +22,7 @@ SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile", "n_tiles", "
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_count_kernel(
     indices, ranks, counts, tokens, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, n_tiles,
-    WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr, OWN: tl.constexpr, ONCE: tl.constexpr,
-    TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
+    WANTED: tl.constexpr, ONCE: tl.constexpr, NAMING: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads.
     # Owns: the entries of one tile.
@@ -32,18 +31,21 @@ def nsa_index_count_kernel(
     # block, and each token's number.
     if skipped(flag, WANTED):
         return
+    TOKENS: tl.constexpr = NAMING.TOKENS
+    SLOTS_P: tl.constexpr = NAMING.SLOTS_P
+    SLOTS: tl.constexpr = NAMING.S + NAMING.OWN
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
     i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, TOKENS)
     i_t = i_local * TOKENS
-    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, BLOCK_SIZE, S, OWN, TOKENS, SLOTS_P)
-    b_block, b_entry, counted, first, ends = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, ONCE)
-    b_rank = within_run(counted.to(tl.int32), first)
-    o_s = b_entry % SLOTS_P
-    o_entry = ((i_tile * TOKENS + b_entry // SLOTS_P).to(tl.int64) * n_heads + i_h) * (S + OWN) + o_s
-    tl.store(ranks + o_entry, tl.where(counted, b_rank, -1), mask=o_s < S + OWN)
-    o_list = (i_h * n_slots + first_slot(i_b, cu, n_tokens, BLOCK_SIZE) + b_block).to(tl.int64)
-    tl.store(counts + o_list * n_tiles + i_tile, b_rank + counted.to(tl.int32), mask=ends)
+    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING)
+    entries = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, ONCE)
+    b_rank = within_run(entries.counted.to(tl.int32), entries.first)
+    o_s = entries.entry % SLOTS_P
+    o_entry = ((i_tile * TOKENS + entries.entry // SLOTS_P).to(tl.int64) * n_heads + i_h) * SLOTS + o_s
+    tl.store(ranks + o_entry, tl.where(entries.counted, b_rank, -1), mask=o_s < SLOTS)
+    o_list = (i_h * n_slots + first_slot(i_b, cu, n_tokens, NAMING.BLOCK_SIZE) + entries.block).to(tl.int64)
+    tl.store(counts + o_list * n_tiles + i_tile, b_rank + entries.counted.to(tl.int32), mask=entries.ends)
     if i_h == 0:
         o_t = tl.arange(0, TOKENS)
         tl.store(tokens + i_tile * TOKENS + o_t, tl.where(i_t + o_t < n_rows, start + i_t + o_t, -1))
@@ -68,9 +70,7 @@ def nsa_index_tiles_kernel(counts, totals, flag, n_tiles, WANTED: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_index_lists_kernel(
-    totals, firsts, ends, extras, flag, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr
-):
+def nsa_index_lists_kernel(list_sizes, flag, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
     # Grid: one program.
     # Owns: all lists' totals.
     # Loops over: lists.
@@ -83,12 +83,12 @@ def nsa_index_lists_kernel(
     n_extras = 0
     for i in range(0, n_lists, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
-        b_total = tl.load(totals + o_i, mask=o_i < n_lists, other=0)
+        b_total = tl.load(list_sizes.totals + o_i, mask=o_i < n_lists, other=0)
         b_segments = (b_total + (SEGMENT - 1)) // SEGMENT
-        tl.store(firsts + o_i, n_entries + tl.cumsum(b_total, 0) - b_total, mask=o_i < n_lists)
-        tl.store(ends + o_i, n_segments + tl.cumsum(b_segments, 0), mask=o_i < n_lists)
+        tl.store(list_sizes.firsts + o_i, n_entries + tl.cumsum(b_total, 0) - b_total, mask=o_i < n_lists)
+        tl.store(list_sizes.ends + o_i, n_segments + tl.cumsum(b_segments, 0), mask=o_i < n_lists)
         b_extras = tl.maximum(b_segments - 1, 0)
-        tl.store(extras + o_i, n_extras + tl.cumsum(b_extras, 0) - b_extras, mask=o_i < n_lists)
+        tl.store(list_sizes.extras + o_i, n_extras + tl.cumsum(b_extras, 0) - b_extras, mask=o_i < n_lists)
         n_entries += tl.sum(b_total, 0)
         n_segments += tl.sum(b_segments, 0)
         n_extras += tl.sum(b_extras, 0)
@@ -96,9 +96,8 @@ def nsa_index_lists_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_place_kernel(
-    indices, ranks, counts, totals, firsts, ends, extras, perm, segments, flag, cu, n_batch, n_tokens, n_heads,
-    n_slots, first_tile, n_tiles, n_lists, WANTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, S: tl.constexpr,
-    OWN: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
+    indices, ranks, counts, list_sizes, perm, segments, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile,
+    n_tiles, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, NAMING: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads, or lists, whichever is more.
     # Owns: the entries of one tile, and one list.
@@ -109,58 +108,59 @@ def nsa_index_place_kernel(
         return
     pid = tl.program_id(0)
     if pid < n_lists:
-        n_entries = tl.load(totals + pid)
-        first = tl.load(firsts + pid)
-        n_extras = tl.load(extras + pid)
+        n_entries = tl.load(list_sizes.totals + pid)
+        first = tl.load(list_sizes.firsts + pid)
+        n_extras = tl.load(list_sizes.extras + pid)
         n_segments = (n_entries + (SEGMENT - 1)) // SEGMENT
-        p_segment = segments + (tl.load(ends + pid) - n_segments).to(tl.int64) * 4
+        p_segment = segments + (tl.load(list_sizes.ends + pid) - n_segments).to(tl.int64) * 4
         for i in range(n_segments):
             tl.store(p_segment + i * 4, first + i * SEGMENT)
             tl.store(p_segment + i * 4 + 1, tl.minimum(n_entries - i * SEGMENT, SEGMENT))
             tl.store(p_segment + i * 4 + 2, pid)
             tl.store(p_segment + i * 4 + 3, tl.where(i == 0, 0, n_extras + i))
     if pid < n_tiles * n_heads:
+        TOKENS: tl.constexpr = NAMING.TOKENS
+        SLOTS_P: tl.constexpr = NAMING.SLOTS_P
+        SLOTS: tl.constexpr = NAMING.S + NAMING.OWN
         i_tile = pid % n_tiles
         i_h = pid // n_tiles
         i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, TOKENS)
-        b_block = named_blocks(
-            indices, i_local * TOKENS, start, n_rows, i_h, n_heads, BLOCK_SIZE, S, OWN, TOKENS, SLOTS_P
-        )
+        b_block = named_blocks(indices, i_local * TOKENS, start, n_rows, i_h, n_heads, NAMING)
         o_e = tl.arange(0, TOKENS * SLOTS_P)
         o_s = o_e % SLOTS_P
         o_token = i_tile * TOKENS + o_e // SLOTS_P
-        b_rank = tl.load(ranks + (o_token.to(tl.int64) * n_heads + i_h) * (S + OWN) + o_s, mask=o_s < S + OWN, other=-1)
+        b_rank = tl.load(ranks + (o_token.to(tl.int64) * n_heads + i_h) * SLOTS + o_s, mask=o_s < SLOTS, other=-1)
         m_e = b_rank >= 0
-        o_list = i_h * n_slots + first_slot(i_b, cu, n_tokens, BLOCK_SIZE) + b_block
+        o_list = i_h * n_slots + first_slot(i_b, cu, n_tokens, NAMING.BLOCK_SIZE) + b_block
         b_before = tl.load(counts + o_list.to(tl.int64) * n_tiles + i_tile, mask=m_e, other=0)
-        b_first = tl.load(firsts + o_list, mask=m_e, other=0)
-        tl.store(perm + (b_first + b_before + b_rank), o_token * (S + OWN) + o_s, mask=m_e)
+        b_first = tl.load(list_sizes.firsts + o_list, mask=m_e, other=0)
+        tl.store(perm + (b_first + b_before + b_rank), o_token * SLOTS + o_s, mask=m_e)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_index_union_kernel(
-    indices, blocks, bits, sizes, cu, n_batch, n_tokens, n_heads, n_tiles,
-    BLOCK_SIZE: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr, SLOTS_P: tl.constexpr,
-):  # fmt: skip
+def nsa_index_union_kernel(indices, unions, cu, n_batch, n_tokens, n_heads, n_tiles, NAMING: tl.constexpr):
     # Grid: tiles of TOKENS tokens x index heads.
     # Owns: the entries of one tile.
     # Loops over: nothing.
     # Writes: the tile's blocks from the last down, a bit for each token that named it, how many there are and how many
     # need a mask.
+    TOKENS: tl.constexpr = NAMING.TOKENS
+    SLOTS_P: tl.constexpr = NAMING.SLOTS_P
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
     _, i_local, start, n_rows = locate_slot(i_tile, cu, n_batch, n_tokens, TOKENS)
     i_t = i_local * TOKENS
-    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, BLOCK_SIZE, S, 0, TOKENS, SLOTS_P)
-    b_block, b_entry, counted, first, ends = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, True)
+    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING)
+    entries = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, True)
     # A token counts once in a run, so that the sum of bits is their union.
-    b_bit = tl.where(counted, 1 << (b_entry // SLOTS_P), 0)
-    b_bits = within_run(b_bit, first) + b_bit
+    b_bit = tl.where(entries.counted, 1 << (entries.entry // SLOTS_P), 0)
+    b_bits = within_run(b_bit, entries.first) + b_bit
+    ends = entries.ends
     n_union = tl.sum(ends.to(tl.int32), 0)
     o_union = tl.program_id(0).to(tl.int64) * (TOKENS * SLOTS_P) + (n_union - tl.cumsum(ends.to(tl.int32), 0))
-    tl.store(blocks + o_union, b_block, mask=ends)
-    tl.store(bits + o_union, b_bits, mask=ends)
+    tl.store(unions.blocks + o_union, entries.block, mask=ends)
+    tl.store(unions.bits + o_union, b_bits, mask=ends)
     # A block that ends before the tile's first token, or at it, is seen whole by every token.
-    n_masked = tl.sum((ends & (b_block >= (i_t + 1) // BLOCK_SIZE)).to(tl.int32), 0)
-    tl.store(sizes + tl.program_id(0) * 2, n_union)
-    tl.store(sizes + tl.program_id(0) * 2 + 1, n_masked)
+    n_masked = tl.sum((ends & (entries.block >= (i_t + 1) // NAMING.BLOCK_SIZE)).to(tl.int32), 0)
+    tl.store(unions.sizes + tl.program_id(0) * 2, n_union)
+    tl.store(unions.sizes + tl.program_id(0) * 2 + 1, n_masked)
