@@ -17,7 +17,9 @@ from tilewise.inspect.request import Row
 from tilewise.inspect.saved import read_rows, write_rows
 from tilewise.inspect.text import line
 
-FACTS = Facts("flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")
+FACTS = Facts(
+    "flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59", spills_in_loops=0
+)
 ROW = Row(90, "flash", "D 64 causal", "forward", "flash_fwd_kernel", FACTS)
 MIX = {
     "matrix": 24,
@@ -160,6 +162,14 @@ SMALL = replace(ROW, architecture=86, facts=replace(FACTS, architecture=86, wgmm
             "spills 1 bytes (1 stored, 0 loaded), allowed are 0",
         ),
         (
+            replace(ROW, facts=replace(FACTS, spill_stores=8, spills_in_loops=2)),
+            "spills in a loop (2 instructions), allowed are 0",
+        ),
+        (
+            replace(ROW, facts=replace(FACTS, spill_stores=8, spills_in_loops=None)),
+            "spills, and its SASS cannot be read: it may be in a loop",
+        ),
+        (
             replace(ROW, facts=replace(FACTS, shared_memory=232_449)),
             "takes 232,449 bytes of shared memory, and a block may have 232,448",
         ),
@@ -172,7 +182,7 @@ def test_a_kernel_that_breaks_a_rule_is_named(row, says):
     allowed = allowances.Allowances(spilled={"sm_90": {ROW.place: 11}})
     assert allowances.violations([row], allowed) == [f"sm_90 {row.place}: {says}"]
     # What is measured is allowed, but for what does not fit or compile.
-    beyond = row.facts is None or row.facts.shared_memory > 232_448
+    beyond = row.facts is None or row.facts.shared_memory > 232_448 or row.facts.spills_in_loops is None
     assert bool(allowances.violations([row], allowances.measured([row]))) == beyond
 
 
@@ -181,6 +191,28 @@ def test_what_keeps_to_the_rules():
     spilling = replace(ROW, facts=replace(FACTS, spill_stores=11))
     adding = replace(ROW, facts=replace(FACTS, multiplies=False, wgmma=False))
     assert allowances.violations([ROW, spilling, adding, SMALL], allowed) == []
+
+
+def test_a_persistent_kernel_may_spill_at_the_end_of_an_item():
+    """Which is inside of its loop over items."""
+    row = replace(ROW, kernel="flash_bwd_hopper_kernel", facts=replace(FACTS, spill_stores=8, spills_in_loops=2))
+    assert allowances.violations([row], allowances.Allowances(spilled={"sm_90": {row.place: 8}})) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "limit"), [(80, 166_912), (86, 101_376), (89, 101_376), (100, 232_448), (120, 101_376)]
+)
+def test_shared_memory_is_held_to_what_each_card_has(architecture, limit):
+    facts = replace(FACTS, architecture=architecture, wgmma=False)
+    row = replace(ROW, architecture=architecture, facts=facts)
+    assert architecture in allowances.ARCHITECTURES
+    assert (
+        allowances.violations([replace(row, facts=replace(facts, shared_memory=limit))], allowances.Allowances()) == []
+    )
+    (line, *_) = allowances.violations(
+        [replace(row, facts=replace(facts, shared_memory=limit + 1))], allowances.Allowances()
+    )
+    assert f"takes {limit + 1:,} bytes of shared memory, and a block may have {limit:,}" in line
 
 
 def test_every_operator_fits_the_smallest_card():

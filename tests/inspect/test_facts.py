@@ -7,7 +7,7 @@ import pytest
 
 from tilewise.inspect.compile import Compiled
 from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
-from tilewise.inspect.sass import disassemble, instruction_mix
+from tilewise.inspect.sass import disassemble, instruction_mix, spills_in_loops
 from tilewise.ops.flash.configs import SHARED_MEMORY, family
 
 FACTS = Facts("kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")
@@ -151,3 +151,39 @@ def test_the_cards_are_those_that_the_tiles_are_chosen_for():
 def test_what_the_disassembler_cannot_read_is_said():
     with pytest.raises(RuntimeError, match="nvdisasm cannot read it: .+"):
         disassemble(b"no code")
+
+
+# A loop from .L_x_1 to the branch back; behind the end a wait, from where control comes back into the loop, and once
+# more to what lies behind it.
+LOOPED = """
+        /*0000*/                   STL [R1+0x4], R0 ;
+.L_x_1:
+        /*0010*/                   FFMA R2, R2, R3, R4 ;
+        /*0020*/              @!P3 BRA `(.L_x_8) ;
+.L_x_7:
+        /*0030*/                   BRA.U UP2, `(.L_x_9) ;
+        /*0040*/                   FADD R2, R2, R3 ;
+.L_x_9:
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   LDL.64 R0, [R1+0x4] ;
+.L_x_3:
+        /*0070*/                   LDL R0, [R1+0x8] ;
+        /*0080*/                   EXIT ;
+.L_x_8:
+        /*0090*/              @!P4 BRA `(.L_x_8) ;
+        /*00a0*/               @P5 BRA `(.L_x_3) ;
+        /*00b0*/                   BRA `(.L_x_7) ;
+.L_x_10:
+        /*00c0*/                   BRA `(.L_x_10) ;
+"""
+
+
+def test_a_spill_in_a_loop_is_told_from_one_around_it():
+    assert spills_in_loops(LOOPED) == 0
+    for line in ("FADD R2, R2, R3", "FFMA R2, R2, R3, R4"):
+        assert spills_in_loops(LOOPED.replace(line, "STL.128 [R1+0x10], R4")) == 1
+    # In the wait that the loop may go through.
+    assert spills_in_loops(LOOPED.replace("/*00b0*/ ", "/*00a8*/  LDL R4, [R1] ;\n        /*00b0*/ ")) == 1
+    # Without the branch back there is no loop, wherever the wait returns to.
+    straight = LOOPED.replace("@P0 BRA `(.L_x_1)", "NOP").replace("FADD R2, R2, R3", "LDL R4, [R1]")
+    assert spills_in_loops(straight) == 0

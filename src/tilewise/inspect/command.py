@@ -165,7 +165,9 @@ def _compile(wanted: Wanted, architectures: Sequence[int], console: Console) -> 
 
 def _hold_to_allowances(request: Request, console: Console) -> bool:
     rows = _compile(
-        Wanted(allowances.operators(), every=False, wide=allowances.WIDE, mix=False), allowances.ARCHITECTURES, console
+        Wanted(allowances.operators(), every=False, wide=allowances.WIDE, only=allowances.ONLY, mix=False),
+        allowances.ARCHITECTURES,
+        console,
     )
     if request.json:
         write_rows(request.json, rows, environment() | {"kernels": "compiled"}, request.command)

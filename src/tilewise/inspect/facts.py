@@ -11,7 +11,8 @@ from typing import NamedTuple
 class Facts:
     """One kernel on one architecture: registers a thread, bytes spilt by a thread, bytes of shared memory, columns of
     tensor memory, warps of a block; whether it multiplies matrices, and by what. `ptxas` is the assembler's version;
-    `mix` counts the instructions of its SASS, None where nobody asked.
+    `mix` counts the instructions of its SASS, None where nobody asked; `spills_in_loops` those of its spills that lie
+    in a loop, None where it spills nothing, or its SASS cannot be read.
     """
 
     kernel: str
@@ -30,6 +31,7 @@ class Facts:
     tcgen05: bool
     ptxas: str
     mix: Mapping[str, int] | None = None
+    spills_in_loops: int | None = None
 
 
 class Card(NamedTuple):

@@ -12,7 +12,7 @@ import triton
 
 from tilewise.inspect.compile import Compiled, compile_launch, ptxas_version
 from tilewise.inspect.facts import Facts
-from tilewise.inspect.sass import disassemble, instruction_mix
+from tilewise.inspect.sass import disassemble, instruction_mix, spills_in_loops
 from tilewise.ops._host.launching import Launch
 
 # Changes whenever Facts, or how they are read, do.
@@ -39,6 +39,9 @@ def inspect_launch(launch: Launch, architecture: int, mix: bool, sass: bool) -> 
         compiled = compiled if compiled.log else compile_launch(launch, architecture, always=True)
         facts = compiled.facts()
         _write(path, facts)
+    if facts.spills_in_loops is None and (facts.spill_stores or facts.spill_loads):
+        facts = dataclasses.replace(facts, spills_in_loops=_spills_in_loops(compiled))
+        _write(path, facts)
     if not mix:
         return Inspected(dataclasses.replace(facts, mix=None))
     text = ""
@@ -51,6 +54,13 @@ def inspect_launch(launch: Launch, architecture: int, mix: bool, sass: bool) -> 
         facts = dataclasses.replace(facts, mix=instruction_mix(text))
         _write(path, facts)
     return Inspected(facts, text if sass else "")
+
+
+def _spills_in_loops(compiled: Compiled) -> int | None:
+    try:
+        return spills_in_loops(disassemble(compiled.cubin))
+    except RuntimeError:
+        return None
 
 
 def _path(compiled: Compiled) -> Path:

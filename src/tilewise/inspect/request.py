@@ -12,7 +12,8 @@ class Wanted:
     """Operators; one implementation in place of ours, called for `case`; one configuration by number, else the
     defaults, and `every` one else.
 
-    `wide` are architectures on which problems of 64 channels are left out. `direction` is both where it is empty. `mix`
+    `wide` are architectures on which problems of 64 channels are left out; `only` names the problems that there are on
+    others. `direction` is both where it is empty. `mix`
     wants the instruction mix, `sass` the SASS itself.
     """
 
@@ -22,6 +23,7 @@ class Wanted:
     config: int | None = None
     every: bool = True
     wide: tuple[int, ...] = ()
+    only: tuple[tuple[int, tuple[str, ...]], ...] = ()
     direction: str = ""
     dtype: str = "bf16"
     mix: bool = True

@@ -26,10 +26,12 @@ MOST_LINES = 3
 def wanted_launches(wanted: Wanted, architecture: int) -> list[tuple[str, Labelled]]:
     """Every launch that is wanted, with its operator, each label once: one operator may be part of another."""
     found: dict[tuple[str, str, str], tuple[str, Labelled]] = {}
+    only = dict(wanted.only).get(architecture)
     for operator in wanted.operators:
         for one in _of_operator(wanted, operator, architecture):
             narrow = architecture in wanted.wide and "D 64" in one.label
-            if wanted.direction in ("", one.direction) and not narrow:
+            asked = only is None or one.label in only
+            if wanted.direction in ("", one.direction) and asked and not narrow:
                 found.setdefault((operator, one.label, one.direction + one.name), (operator, one))
     return list(found.values())
 
