@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from matplotlib.image import imread
 
 from tilewise.ops._device.mask import key_range
+from tilewise.ops._device.records import Window
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.hstu import reference as hstu
@@ -106,7 +107,7 @@ def test_flash_heads():
 
 @triton.jit
 def ends_kernel(out, i_m, n, left: tl.constexpr, right: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    low, full_low, full_high, high = key_range(i_m, n, n, left, right, BLOCK_M, BLOCK_N)
+    low, full_low, full_high, high = key_range(i_m, n, Window(left, right, 0), BLOCK_M, BLOCK_N)
     tl.store(out, low)
     tl.store(out + 1, full_low)
     tl.store(out + 2, full_high)

@@ -84,7 +84,7 @@ def test_the_head_and_program_asked_for_are_traced(tmp_path):
 BUGS = {
     "scale": (
         "flash.kernels.fwd",
-        "m, l, scale_log2, MASKED",
+        "m, l, scales.scale_log2, MASKED",
         "m, l, 1.4426950408889634, MASKED",
         [],
         "block 0, M",
@@ -108,8 +108,8 @@ BUGS = {
     ),
     "rescale of O": (
         "flash.kernels.fwd",
-        "acc = acc * rescale[:, None]",
-        "acc = acc",
+        "acc_scaled = acc * rescale[:, None]",
+        "acc_scaled = acc",
         [],
         "block 1, O_scale",
         "the rescale of O is missing",
@@ -156,17 +156,18 @@ BUGS = {
         "block 0, dS",
         "delta is not subtracted",
     ),
-    "dQ scale": ("flash.kernels.bwd", "acc_dq * scale", "acc_dq", ["--direction", "backward"], "dQ_final", "8 times"),
+    "dQ scale": (
+        "flash.kernels.bwd",
+        "acc_dq * scales.scale",
+        "acc_dq",
+        ["--direction", "backward"],
+        "dQ_final",
+        "8 times",
+    ),
     "dK and dV": (
         "flash.kernels.bwd",
-        (
-            "i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
-            " store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv,"
-        ),
-        (
-            "i_n, acc_dv, D, BLOCK_N, BLOCK_D)\n"
-            "    store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale,"
-        ),
+        "i_n, acc_dk * scales.scale, TILE.D, TILE.BLOCK_N, TILE.BLOCK_D) store_rows(dv_rows, i_n, acc_dv,",
+        "i_n, acc_dv, TILE.D, TILE.BLOCK_N, TILE.BLOCK_D)\n    store_rows(dv_rows, i_n, acc_dk * scales.scale,",
         ["--direction", "backward"],
         "dK_final",
         "exchanged",

@@ -81,8 +81,8 @@ BACKWARD = SMALL | {"direction": "backward"}
 BUGS = {
     "offset": (
         "hstu.kernels.fwd",
-        "k_rows = Rows(k, k_strides, i_b, i_h, start_k, Tk)",
-        "k_rows = Rows(k, k_strides, i_b, i_h, 0, Tk)",
+        "k_rows = Rows(k, strides.k, i_b, i_h, start_k, Tk)",
+        "k_rows = Rows(k, strides.k, i_b, i_h, 0, Tk)",
         SMALL,
         "block 0, K",
         "the load of K",
@@ -137,8 +137,8 @@ BUGS = {
     ),
     "factor": (
         "hstu.kernels.fwd",
-        "i_m, acc * factor, DV",
-        "i_m, acc, DV",
+        "i_m, acc * scales.factor, TILE.DV",
+        "i_m, acc, TILE.DV",
         SMALL,
         "O_final",
         "O_final is 384 times what it should be",

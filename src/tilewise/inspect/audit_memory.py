@@ -54,14 +54,21 @@ class VirtualMemory:
     def place(self, arguments: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Any]:
         """The arguments of a launch with an address in place of each tensor."""
         self._regions.clear()
-        return {name: self._placed(name, value, tables.get(name)) for name, value in arguments.items()}
+        return {name: self._placed(name, value, tables) for name, value in arguments.items()}
 
-    def _placed(self, name: str, value: Any, table: Table | None) -> Any:
+    def _placed(self, name: str, value: Any, tables: Mapping[str, Table]) -> Any:
         if isinstance(value, TensorDescriptor):
-            base = self._placed(name, value.base, table)
+            base = self._placed(name, value.base, tables)
             return TensorDescriptor(base, value.shape, value.strides, value.block_shape)
+        if isinstance(value, tuple):
+            # A record of the arguments' own, with the names of its fields.
+            fields = getattr(value, "_fields", None) or [str(i) for i in range(len(value))]
+            names = [name if field == "x" else field for field in fields]
+            items = [self._placed(*one, tables) for one in zip(names, value, strict=True)]
+            return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
         if not isinstance(value, torch.Tensor):
             return value
+        table = tables.get(name)
         if value.device.type != "meta":
             held = value.reshape(-1).numpy()
             table = held.__getitem__

@@ -15,9 +15,12 @@ Arguments = Mapping[str, Any]
 
 
 def tables(arguments: Arguments) -> dict[str, Table]:
-    """Tables by the name of the argument; each is made when it is read, for a kernel that only writes one has not all
-    that it follows from.
+    """Tables by the name of the argument, or of a record's field; each is made when it is read, for a kernel that only
+    writes one has not all that it follows from.
     """
+    for value in tuple(arguments.values()):
+        if hasattr(value, "_asdict"):
+            arguments = {**value._asdict(), **arguments}
     return {name: _read_later(make, arguments) for name, make in _TABLES.items() if arguments.get(name) is not None}
 
 

@@ -3,19 +3,22 @@
 import numpy as np
 import torch
 
+from tilewise.ops._device.records import Taps
 from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import launch, simulate
 from tilewise.ops.flash.configs import Config
+from tilewise.ops.flash.kernels.bwd import DkdvStep, DqStep
+from tilewise.ops.flash.kernels.fwd import FwdStep
 from tilewise.ops.flash.simulate import Tiling
 from tilewise.trace.request import Traced, arrays
 from tilewise.trace.values import Values
 from tilewise.workbench.flash.trace_backward import Backward, stored
 from tilewise.workbench.flash.trace_forward import FORWARD_ORDER, HEADS, Case, crop
 
-# What each slot holds; `t` marks tiles that the kernel keeps transposed.
-FORWARD = ("Q", "K", "S_pre_scaling", "M", "L", "P", "V", "O_scale", "O")
-DKDV = ("Q", "St", "Pt", "dO", "dV", "dPt", "dSt", "dK")
-DQ = ("K", "S", "V", "dP", "P", "dS", "dQ", "delta")
+# What each slot holds, as the kernels declare it; FORWARD's first is written before the loop, and `t` marks tiles that
+# the kernel keeps transposed.
+FORWARD = ("Q", *FwdStep._fields)
+DKDV, DQ = DkdvStep._fields, DqStep._fields
 
 
 class Tap:
@@ -27,7 +30,7 @@ class Tap:
         channels = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size()))
         elements = max(block_m, block_n) * max(channels, block_m, block_n)
         self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=q.device)
-        self.argument = (self.buffer, program, slots, elements)
+        self.argument = Taps(self.buffer, program, slots, elements)
 
     def value(self, step: int, slot: int, *shape: int) -> np.ndarray:
         """What a slot holds, of this shape as the kernel has it."""

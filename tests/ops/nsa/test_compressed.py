@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import key_range, query_range
+from tilewise.ops._device.mask import diagonal, key_range, query_range
+from tilewise.ops._device.records import Window
 from tilewise.ops._host.launching import Launch, run_all
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash import simulate
@@ -313,10 +314,11 @@ def ranges_kernel(
     n_queries = tl.load(cases + o_case * 4 + 1, mask=m_case, other=0)
     n_keys = tl.load(cases + o_case * 4 + 2, mask=m_case, other=0)
     right = tl.load(cases + o_case * 4 + 3, mask=m_case, other=0)
+    window = Window(None, right, diagonal(n_queries, n_keys, KEY_STRIDE))
     if KEYS:
-        ends = key_range(i_row, n_queries, n_keys, None, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
+        ends = key_range(i_row, n_keys, window, BLOCK_M, BLOCK_N, KEY_STRIDE)
     else:
-        ends = query_range(i_row, n_queries, n_keys, None, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
+        ends = query_range(i_row, n_queries, n_keys, window, BLOCK_M, BLOCK_N, KEY_STRIDE)
     for END in tl.static_range(4):
         tl.store(found + o_case * 4 + END, ends[END] + tl.zeros([LANES], tl.int32), mask=m_case)
 

@@ -5,8 +5,7 @@ position 0, and the targets at its end share position `end`. With `d = position(
 where not causal, key j takes part for query i where `i == j` or `0 < d <= reach`; and, where there is a context, for a
 query at position 0 every key before `end`.
 
-`history` bundles what a sequence's mask needs: (context, end, reach), a context of None meaning none and a reach of
-None no limit.
+A sequence's mask is a `History`: a context of None is none, a reach of None no limit.
 """
 
 import triton
@@ -39,8 +38,8 @@ def position(o, history):
 def first_at(i_position, history):
     """The first token that stands at `i_position` or later, for a position up to `end`."""
     i_first = tl.maximum(i_position, 0)
-    if history[0] is not None:
-        i_first = tl.where(i_position > 0, i_position + (history[0] - 1), 0)
+    if history.context is not None:
+        i_first = tl.where(i_position > 0, i_position + (history.context - 1), 0)
     return i_first
 
 
@@ -88,8 +87,8 @@ def history_key_range(i_m, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: tl.
 
 @triton.jit
 def history_query_range(i_n, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The query tiles that reach key tile `i_n`, likewise; before them, where there is a context, come the tiles from 0
-    up to the first bound.
+    """The query tiles that reach key tile `i_n`, likewise; where there is a context, the tiles from 0 up to the first
+    bound come before them.
     """
     context, end, reach = history
     at_first = position(i_n, history)
@@ -109,10 +108,8 @@ def history_query_range(i_n, n_tokens, history, CAUSAL: tl.constexpr, BLOCK_M: t
         full_high = n_tokens
         if reach is not None:
             full_high = tl.where(at_first + reach >= end, n_tokens, first_at(at_first + reach + 1, history))
-    low, full_low, full_high, high = split_range(
-        low, full_low, tl.maximum(full_high, 0) // BLOCK_M * BLOCK_M, high, BLOCK_M
-    )
+    runs = split_range(low, full_low, tl.maximum(full_high, 0) // BLOCK_M * BLOCK_M, high, BLOCK_M)
     context_end = 0
     if context is not None:
-        context_end = tl.where(i_n < end + (context - 1), tl.minimum(context, low), 0)
-    return context_end, low, full_low, full_high, high
+        context_end = tl.where(i_n < end + (context - 1), tl.minimum(context, runs.low), 0)
+    return context_end, runs

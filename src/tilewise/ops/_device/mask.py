@@ -1,7 +1,7 @@
 """Keep-masks of windowed attention, and the ranges of tiles that follow from them.
 
-Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`. A limit of None does
-not exist; causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
+Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`: a `Window`. A limit of
+None does not exist; causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
 
 With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes
 part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
@@ -9,6 +9,8 @@ part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right
 
 import triton
 import triton.language as tl
+
+from tilewise.ops._device.records import Runs, TailRuns
 
 
 @triton.jit
@@ -29,8 +31,9 @@ def key_position(o_n, KEY_STRIDE: tl.constexpr):
 
 
 @triton.jit
-def keep(o_m, o_n, n_keys, off, left, right, KEY_STRIDE: tl.constexpr = None):
+def keep(o_m, o_n, n_keys, window, KEY_STRIDE: tl.constexpr = None):
     """True where key `o_n` takes part for query `o_m`; the two broadcast against each other."""
+    left, right, off = window
     m_keep = o_n < n_keys
     o_n = key_position(o_n, KEY_STRIDE)
     if right is not None:
@@ -47,19 +50,19 @@ def split_range(low, full_low, full_high, high, BLOCK: tl.constexpr):
     low = tl.minimum(tl.maximum(low, 0), high) // BLOCK * BLOCK
     full_low = tl.maximum(low, tl.cdiv(tl.minimum(tl.maximum(full_low, 0), high), BLOCK) * BLOCK)
     full_high = tl.maximum(full_high, full_low)
-    return low, full_low, full_high, high
+    return Runs(low, full_low, full_high, high)
 
 
 @triton.jit
-def split_tail(ends, n_rows, BLOCK: tl.constexpr):
+def split_tail(runs, n_rows, BLOCK: tl.constexpr):
     """Bounds of four runs from split_range's three: masked, whole, masked, and at last the tile that reaches past the
     last row, if one does.
     """
-    low, full_low, full_high, high = ends
+    low, full_low, full_high, high = runs
     inside = tl.maximum(low, n_rows // BLOCK * BLOCK)
     full_low = tl.minimum(full_low, inside)
     full_high = tl.minimum(tl.maximum(full_high, full_low), inside)
-    return low, full_low, full_high, tl.minimum(inside, high), high
+    return TailRuns(low, full_low, full_high, tl.minimum(inside, high), high)
 
 
 @triton.jit
@@ -93,11 +96,9 @@ def zero_unseen(b_x, i_n, n_seen, KEY_STRIDE: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def key_range(
-    i_m, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None
-):
+def key_range(i_m, n_keys, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None):
     """The key tiles that query tile `i_m` reaches, as split_range gives them: only the middle run needs no mask."""
-    off = diagonal(n_queries, n_keys, KEY_STRIDE)
+    left, right, off = window
     low = 0
     full_low = 0
     high = n_keys
@@ -113,13 +114,13 @@ def key_range(
 
 @triton.jit
 def query_range(
-    i_n, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None
+    i_n, n_queries, n_keys, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_STRIDE: tl.constexpr = None
 ):
     """The query tiles that reach key tile `i_n`, likewise.
 
     A tile that runs past the last query counts as whole: those rows are zero.
     """
-    off = diagonal(n_queries, n_keys, KEY_STRIDE)
+    left, right, off = window
     low = 0
     full_low = 0
     high = n_queries

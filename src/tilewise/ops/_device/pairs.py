@@ -1,5 +1,5 @@
-"""Which pairs of SiLU attention take part, and the ranges of tiles that hold them: by flash attention's mask, or with
-HISTORY by `history`'s.
+"""Which pairs of SiLU attention take part, and the ranges of tiles that hold them: by flash attention's mask, or by
+`history`'s. `mask` is a `Pairs`, TILE the kernel's constants.
 """
 
 import triton
@@ -10,42 +10,33 @@ from tilewise.ops._device.mask import keep, key_range, query_range, split_tail
 
 
 @triton.jit
-def kept_pairs(
-    o_m, o_n, n_keys, off, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr
-):
+def kept_pairs(o_m, o_n, n_keys, mask, TILE: tl.constexpr):
     """True where key `o_n` takes part for query `o_m`."""
-    if not HISTORY:
-        m_keep = keep(o_m, o_n, n_keys, off, left, right, KEY_STRIDE)
+    if mask.history is None:
+        m_keep = keep(o_m, o_n, n_keys, mask.window, TILE.KEY_STRIDE)
     else:
-        m_keep = keep_history(o_m, o_n, n_keys, history, CAUSAL)
+        m_keep = keep_history(o_m, o_n, n_keys, mask.history, TILE.CAUSAL)
     return m_keep
 
 
 @triton.jit
-def keys_of(
-    i_m, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def keys_of(i_m, Tk, mask, TILE: tl.constexpr):
     """The key tiles that query tile `i_m` reaches, as split_tail gives them: only the second run needs no mask."""
-    if not HISTORY:
-        ends = key_range(i_m, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
+    if mask.history is None:
+        runs = key_range(i_m, Tk, mask.window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     else:
-        ends = history_key_range(i_m, Tk, history, CAUSAL, BLOCK_M, BLOCK_N)
-    return split_tail(ends, Tk, BLOCK_N)
+        runs = history_key_range(i_m, Tk, mask.history, TILE.CAUSAL, TILE.BLOCK_M, TILE.BLOCK_N)
+    return split_tail(runs, Tk, TILE.BLOCK_N)
 
 
 @triton.jit
-def queries_of(
-    i_n, Tq, Tk, left, right, history, KEY_STRIDE: tl.constexpr, CAUSAL: tl.constexpr, HISTORY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def queries_of(i_n, Tq, Tk, mask, TILE: tl.constexpr):
     """The query tiles that reach key tile `i_n`: the end of a run that begins at 0 and lies before the others, and
     those as split_tail gives them.
     """
     context_end = 0
-    if not HISTORY:
-        ends = query_range(i_n, Tq, Tk, left, right, BLOCK_M, BLOCK_N, KEY_STRIDE)
+    if mask.history is None:
+        runs = query_range(i_n, Tq, Tk, mask.window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     else:
-        context_end, low, full_low, full_high, high = history_query_range(i_n, Tq, history, CAUSAL, BLOCK_M, BLOCK_N)
-        ends = (low, full_low, full_high, high)
-    return context_end, split_tail(ends, Tq, BLOCK_M)
+        context_end, runs = history_query_range(i_n, Tq, mask.history, TILE.CAUSAL, TILE.BLOCK_M, TILE.BLOCK_N)
+    return context_end, split_tail(runs, Tq, TILE.BLOCK_M)

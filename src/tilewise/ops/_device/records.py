@@ -3,7 +3,9 @@
 Triton takes a NamedTuple as a kernel's argument, as a constant and as a value made inside a kernel, and compiles to the
 same code as for its fields one by one. Fields of a record that is an argument are specialised as plain arguments are
 (whole numbers of 1, multiples of 16, aligned pointers), whatever `do_not_specialize` says: a size that changes from
-call to call stays a parameter of its own.
+call to call stays a parameter of its own. A constant inside a record that a kernel makes is a constant no more once the
+record has a name: those travel in one that is a `tl.constexpr` parameter. Up to Triton 3.7 a field of that is a plain
+number, which jitted functions take as `tl.constexpr` alone (not `tl.zeros` or `tl.cdiv`).
 """
 
 from typing import Any, NamedTuple
@@ -40,6 +42,129 @@ class Strided(NamedTuple):
     strides: Any
 
 
+class ReadStrides(NamedTuple):
+    """Strides of what kernels read through pointers or descriptors; None for a descriptor, which holds its own."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+
+
+class Offsets(NamedTuple):
+    """Where packed sequences begin, on the side of the queries and on that of the keys; None where dense."""
+
+    q: Any
+    k: Any
+
+
+class Packed(NamedTuple):
+    """Packed sequences: offsets of the side whose tile a program owns and of the other (None: the same), and the order
+    of tiles (`varlen.order_tiles_kernel`).
+    """
+
+    cu: Any
+    cu_other: Any
+    tiles: Any
+
+
+class Place(NamedTuple):
+    """The tile that a program owns."""
+
+    i_b: Any
+    i_h: Any
+    i_row: Any
+    """Its first row, counted from the sequence's first."""
+    start: Any
+    """The sequence's first token."""
+    n_rows: Any
+    """Of the sequence."""
+
+
+class Window(NamedTuple):
+    """Which keys a query sees: see `mask`. A limit of None does not exist."""
+
+    left: Any
+    right: Any
+    off: Any
+    """Where query 0 stands among the keys' positions."""
+
+
+class History(NamedTuple):
+    """Which keys a query sees in a sequence of history and targets: see `history`."""
+
+    context: Any
+    end: Any
+    reach: Any
+
+
+class Pairs(NamedTuple):
+    """Which pairs take part: by the history, or where that is None by the window."""
+
+    window: Any
+    history: Any
+
+
+class Runs(NamedTuple):
+    """Bounds of three runs of tiles: masked, whole, masked. Loops over them index it by the run's number."""
+
+    low: Any
+    full_low: Any
+    full_high: Any
+    high: Any
+
+
+class TailRuns(NamedTuple):
+    """The same, and a last run of the tile that reaches past the last row."""
+
+    low: Any
+    full_low: Any
+    full_high: Any
+    tail: Any
+    high: Any
+
+
+class Taps(NamedTuple):
+    """Memory for the values of one program: an fp32 buffer of steps, slots a step and elements a slot."""
+
+    buffer: Any
+    i_program: Any
+    n_slots: Any
+    n_elements: Any
+
+
+class Tile(NamedTuple):
+    """Constants of a kernel over tiles of queries and keys: channels, and as tiles hold them; rows of tiles; positions
+    from key to key (None: as queries); 1 for tiles through TMA, 2 where packed; the precision of products.
+    """
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    KEY_STRIDE: Any
+    TMA: Any
+    PRECISION: Any
+
+
+class SiluTile(NamedTuple):
+    """The same for SiLU attention, and what its mask is: causal, or with targets or a context."""
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    KEY_STRIDE: Any
+    TMA: Any
+    PRECISION: Any
+    CAUSAL: Any
+    HISTORY: Any
+
+
 class Scales(NamedTuple):
     """Factors of softmax's scores: `scale_log2` in base 2 of what the exponent takes, `score_scale` before softcap
     (None: no softcap), `scale` of dQ and dK.
@@ -48,3 +173,27 @@ class Scales(NamedTuple):
     scale_log2: Any
     score_scale: Any
     scale: Any
+
+
+class SiluScales(NamedTuple):
+    """Factors of SiLU's weights (see `silu`), of the output and dV, and of dQ and dK."""
+
+    alpha_log2: Any
+    gain: Any
+    ratio: Any
+    factor: Any
+    factor_s: Any
+
+
+class RowStats(NamedTuple):
+    """What a softmax's backward knows of each query row: see `delta`."""
+
+    lse_log2: Any
+    delta: Any
+
+
+class Heads(NamedTuple):
+    """Query heads of a KV head that one program serves, and into how many chunks a GQA group is divided."""
+
+    group: Any
+    chunks: Any

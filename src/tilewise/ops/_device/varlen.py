@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilewise.ops._device.records import Place
+
 
 @triton.jit
 def load_offset(p_cu, i_b, n_tokens):
@@ -39,8 +41,7 @@ def find_tile(p_cu, i_slot, n_batch, n_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_tile(pid, n_tiles, n_heads, n_batch, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """Batch entry, head, first row, first token and number of rows for a program of the grid
-    `n_tiles * heads * (1 if packed else batch)`.
+    """What a program of the grid `n_tiles * heads * (1 if packed else batch)` owns, as a `Place`.
 
     Tiles of one head are neighbours, so that they share its keys in the L2 cache. LAST_FIRST starts with the last tile:
     the longest under a causal mask. A packed program may own a slot past its sequence's last tile: its first row is
@@ -56,7 +57,7 @@ def locate_tile(pid, n_tiles, n_heads, n_batch, n_rows, p_cu, LAST_FIRST: tl.con
     if p_cu is not None:
         i_b, i_tile = find_tile(p_cu, i_tile, n_batch, n_rows, BLOCK)
         start, n_rows = sequence_bounds(p_cu, i_b, n_rows)
-    return i_b, i_h, i_tile * BLOCK, start, n_rows
+    return Place(i_b, i_h, i_tile * BLOCK, start, n_rows)
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.co
         i_tile = tl.load(p_tile + 1)
         start = tl.load(p_tile + 2)
         n_rows = tl.load(p_tile + 3)
-    return i_b, i_h, i_tile * BLOCK, start, n_rows
+    return Place(i_b, i_h, i_tile * BLOCK, start, n_rows)
 
 
 @triton.jit(do_not_specialize=("n_batch", "n_tokens", "n_slots"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.ops._device.records import Strides
+from tilewise.ops._device.records import ReadStrides, Strided, Strides
 from tilewise.ops._host import backend, start
 from tilewise.ops._host.launch import Descriptor as Descriptor
 from tilewise.ops._host.launch import Launch as Launch
@@ -83,6 +83,20 @@ def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int
 def row_strides(strides: tuple[int, ...]) -> Strides:
     """From those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
     return Strides(*strides[:3]) if len(strides) == 4 else Strides(0, *strides[:2])
+
+
+def strided(x: torch.Tensor) -> Strided:
+    """A tensor of rows that kernels read or write through a pointer."""
+    return Strided(x, row_strides(x.stride()))
+
+
+def read_strides(
+    tma: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
+) -> ReadStrides:
+    """Of what a kernel reads, through descriptors where `tma` says so."""
+    if tma:
+        return ReadStrides(None, None, None, None)
+    return ReadStrides(*(None if x is None else row_strides(x.stride()) for x in (q, k, v, do)))
 
 
 def lse_strides(strides: tuple[int, ...]) -> Strides:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._device.records import Heads, Offsets, RowStats, Scales, Strided, Taps, Tile
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
@@ -12,7 +13,8 @@ from tilewise.ops._host.launching import (
     fits_descriptor,
     lse_strides,
     padded_channels,
-    row_strides,
+    read_strides,
+    strided,
     tile_widths,
     why_pointers,
 )
@@ -31,8 +33,6 @@ if gluon.AVAILABLE:
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
-
-Taps = tuple[torch.Tensor, int, int, int]
 
 
 class Inputs(NamedTuple):
@@ -103,49 +103,50 @@ def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
     return descriptor(q, rows_q, block_d), descriptor(k, rows_k, block_d), descriptor(v, rows_k, block_dv)
 
 
-def _arguments(inputs: Inputs, config: Config) -> dict[str, Any]:
+def _arguments(inputs: Inputs, config: Config, do: torch.Tensor | None = None) -> dict[str, Any]:
     """What every kernel that walks tiles takes: tensors, sizes and constants."""
-    q, k, v, cu_q, cu_k, left, right, scale, softcap, key_stride = inputs
+    q, k, v = inputs.q, inputs.k, inputs.v
     block_d, block_dv = tile_widths(q.shape[-1], v.shape[-1], q.element_size())
     read_q, read_k, read_v = _readable(inputs, config)
     return {
         "q": read_q,
         "k": read_k,
         "v": read_v,
-        # Descriptors hold their own strides.
-        "q_strides": None if config.tma else row_strides(q.stride()),
-        "k_strides": None if config.tma else row_strides(k.stride()),
-        "v_strides": None if config.tma else row_strides(v.stride()),
-        "cu_q": cu_q,
-        "cu_k": cu_k,
-        "n_batch": batch_size(q, cu_q),
-        "group": inputs.group,
+        "strides": read_strides(config.tma, q, k, v, do),
+        "cu": Offsets(inputs.cu_q, inputs.cu_k),
+        "n_batch": batch_size(q, inputs.cu_q),
         "n_queries": q.shape[-3],
         "n_keys": k.shape[-3],
-        "score_scale": scale / softcap if softcap else None,
-        "left": left,
-        "right": right,
-        "D": q.shape[-1],
-        "DV": v.shape[-1],
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "KEY_STRIDE": key_stride,
-        "TMA": config.tma,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "left": inputs.left,
+        "right": inputs.right,
+        "TILE": Tile(
+            D=q.shape[-1],
+            DV=v.shape[-1],
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            KEY_STRIDE=inputs.key_stride,
+            TMA=config.tma,
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
 
 
-def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> dict[str, Any]:
+def _incoming(inputs: Inputs, do: torch.Tensor, config: Config) -> Any:
     """The output's gradient, as a descriptor where the config says so."""
-    if config.tma:
-        _, block_dv = tile_widths(inputs.q.shape[-1], do.shape[-1], do.element_size())
-        return {"do": descriptor(do, config.block_m, block_dv), "do_strides": None}
-    return {"do": do, "do_strides": row_strides(do.stride())}
+    if not config.tma:
+        return do
+    _, block_dv = tile_widths(inputs.q.shape[-1], do.shape[-1], do.element_size())
+    return descriptor(do, config.block_m, block_dv)
+
+
+def _score_scale(inputs: Inputs) -> float | None:
+    """What scores are multiplied by before softcap; None where there is none."""
+    return inputs.scale / inputs.softcap if inputs.softcap else None
 
 
 def forward_launch(
@@ -156,14 +157,14 @@ def forward_launch(
     # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into q.
     sign = 1 if inputs.softcap or inputs.scale > 0 else -1 if inputs.scale < 0 else 0
     arguments = _arguments(inputs, config) | {
-        "o": o,
+        "o": strided(o),
         "lse": lse,
-        "o_strides": row_strides(o.stride()),
         "n_tiles": n_tiles,
         "n_heads": inputs.q.shape[-2],
-        "scale_log2": (inputs.softcap or abs(inputs.scale) or 1.0) * LOG2E,
-        "SIGN": sign,
+        "group": inputs.group,
+        "scales": Scales((inputs.softcap or abs(inputs.scale) or 1.0) * LOG2E, _score_scale(inputs), None),
         "taps": taps,
+        "SIGN": sign,
     }
     return Launch(flash_fwd_kernel, n_tiles * inputs.heads, arguments)
 
@@ -225,15 +226,12 @@ def prepare_launch(
     """Fills delta and lse_log2, which every kernel of a backward reads."""
     n_tiles = tile_slots(inputs.q.shape[-3], PREPARE_ROWS, inputs.cu_q)
     arguments = {
-        "o": o,
-        "do": do,
+        "o": strided(o),
+        "do": strided(do),
         "lse": lse,
-        "dlse": dlse,
+        "dlse": Strided(dlse, None if dlse is None else lse_strides(dlse.stride())),
         "delta": delta,
         "lse_log2": lse_log2,
-        "o_strides": row_strides(o.stride()),
-        "do_strides": row_strides(do.stride()),
-        "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
         "cu_q": inputs.cu_q,
         "n_batch": batch_size(inputs.q, inputs.cu_q),
         "n_tiles": n_tiles,
@@ -267,29 +265,26 @@ def backward_launches(
     dq, dk, dv = gradients
     delta, lse_log2 = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     shared = {
-        "lse_log2": lse_log2,
-        "delta": delta,
-        "scale": inputs.scale,
-        "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
+        "stats": RowStats(lse_log2, delta),
+        "scales": Scales((inputs.softcap or inputs.scale) * LOG2E, _score_scale(inputs), inputs.scale),
     }
     tiles_k = tile_slots(k.shape[-3], config_dkdv.block_n, inputs.cu_k)
     dkdv = {
-        "dk": dk,
-        "dv": dv,
-        "dk_strides": row_strides(dk.stride()),
-        "dv_strides": row_strides(dv.stride()),
+        "do": _incoming(inputs, do, config_dkdv),
+        "dk": strided(dk),
+        "dv": strided(dv),
         "n_tiles": tiles_k,
         "n_heads_k": k.shape[-2] * config_dkdv.parts,
-        "group": inputs.group // config_dkdv.parts,
-        "parts": config_dkdv.parts,
+        "heads": Heads(inputs.group // config_dkdv.parts, config_dkdv.parts),
         "taps": taps[0],
     }
     tiles_q = tile_slots(q.shape[-3], config_dq.block_m, inputs.cu_q)
     dq_only = {
-        "dq": dq,
-        "dq_strides": row_strides(dq.stride()),
+        "do": _incoming(inputs, do, config_dq),
+        "dq": strided(dq),
         "n_tiles": tiles_q,
         "n_heads": q.shape[-2],
+        "group": inputs.group,
         "taps": taps[1],
     }
     return [
@@ -297,12 +292,12 @@ def backward_launches(
         Launch(
             flash_bwd_dkdv_kernel,
             tiles_k * (inputs.heads // inputs.group) * config_dkdv.parts,
-            _arguments(inputs, config_dkdv) | _incoming(inputs, do, config_dkdv) | shared | dkdv,
+            _arguments(inputs, config_dkdv, do) | shared | dkdv,
         ),
         Launch(
             flash_bwd_dq_kernel,
             tiles_q * inputs.heads,
-            _arguments(inputs, config_dq) | _incoming(inputs, do, config_dq) | shared | dq_only,
+            _arguments(inputs, config_dq, do) | shared | dq_only,
         ),
     ]
 

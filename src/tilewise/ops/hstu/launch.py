@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.ops._device.records import Packed, SiluScales, SiluTile, Taps
 from tilewise.ops._device.varlen import order_tiles_kernel
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
@@ -15,14 +16,15 @@ from tilewise.ops._host.launching import (
     descriptor,
     fits_descriptor,
     padded_channels,
-    row_strides,
+    read_strides,
+    strided,
     tile_widths,
     why_pointers,
 )
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.template import emit, note
-from tilewise.ops.flash.launch import LOG2E, Taps
+from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.hstu import configs
 from tilewise.ops.hstu.configs import Config
 from tilewise.ops.hstu.kernels.bwd import hstu_bwd_dkdv_kernel, hstu_bwd_dq_kernel
@@ -135,7 +137,7 @@ def order_tiles(x: torch.Tensor, batch: int, cu: torch.Tensor | None, block: int
     return Tiles(n_tiles, n_tiles, order, [Launch(order_tiles_kernel, batch, arguments)])
 
 
-def _arguments(inputs: Inputs, config: Config, tiles: Tiles) -> dict[str, Any]:
+def _arguments(inputs: Inputs, config: Config, tiles: Tiles, do: torch.Tensor | None = None) -> dict[str, Any]:
     """What every kernel takes: tensors, sizes and constants."""
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     block_d, block_dv = widths(q.shape[-1], v.shape[-1], q.element_size())
@@ -150,12 +152,8 @@ def _arguments(inputs: Inputs, config: Config, tiles: Tiles) -> dict[str, Any]:
         tensors
         | limit
         | {
-            "q_strides": None if tma else row_strides(q.stride()),
-            "k_strides": None if tma else row_strides(k.stride()),
-            "v_strides": None if tma else row_strides(v.stride()),
-            "cu": inputs.cu_q,
-            "cu_other": inputs.cu_k,
-            "tiles": tiles.order,
+            "strides": read_strides(tma, q, k, v, do),
+            "packed": Packed(inputs.cu_q, inputs.cu_k, tiles.order),
             "num_targets": mask.num_targets,
             "n_tiles": tiles.of_sequence,
             "n_heads": q.shape[-2],
@@ -164,19 +162,19 @@ def _arguments(inputs: Inputs, config: Config, tiles: Tiles) -> dict[str, Any]:
             "left": mask.left,
             "right": mask.right,
             "context": mask.context,
-            "alpha_log2": inputs.alpha * LOG2E,
-            "gain": inputs.gain,
-            "D": q.shape[-1],
-            "DV": v.shape[-1],
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "KEY_STRIDE": mask.key_stride,
-            "CAUSAL": mask.causal,
-            "HISTORY": mask.num_targets is not None or mask.context is not None,
-            "TMA": tma,
-            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+            "TILE": SiluTile(
+                D=q.shape[-1],
+                DV=v.shape[-1],
+                BLOCK_D=block_d,
+                BLOCK_DV=block_dv,
+                BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n,
+                KEY_STRIDE=mask.key_stride,
+                TMA=tma,
+                PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+                CAUSAL=mask.causal,
+                HISTORY=mask.num_targets is not None or mask.context is not None,
+            ),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "enable_fp_fusion": True,
@@ -184,13 +182,16 @@ def _arguments(inputs: Inputs, config: Config, tiles: Tiles) -> dict[str, Any]:
     )
 
 
+def _scales(inputs: Inputs) -> SiluScales:
+    """Of the forward; what only a backward wants is None."""
+    return SiluScales(
+        alpha_log2=inputs.alpha * LOG2E, gain=inputs.gain, ratio=None, factor=inputs.factor, factor_s=None
+    )
+
+
 def _readable(x: torch.Tensor, config: Config, rows: int, columns: int) -> Any:
     """A tensor as a kernel reads it: a descriptor where the config says so."""
     return descriptor(_batched(x), rows, columns) if config.tma else x
-
-
-def _output(name: str, x: torch.Tensor) -> dict[str, Any]:
-    return {name: x, f"{name}_strides": row_strides(x.stride())}
 
 
 def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) -> Config:
@@ -215,7 +216,7 @@ def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps
     """The forward's launches in order."""
     q = inputs.q
     tiles = order_tiles(q, batch_size(q, inputs.cu_q), inputs.cu_q, config.block_m, inputs.mask.causal)
-    arguments = _arguments(inputs, config, tiles) | _output("o", o) | {"factor": inputs.factor, "taps": taps}
+    arguments = _arguments(inputs, config, tiles) | {"o": strided(o), "scales": _scales(inputs), "taps": taps}
     return [*tiles.launches, Launch(hstu_fwd_kernel, tiles.slots * q.shape[-2], arguments)]
 
 
@@ -249,21 +250,18 @@ def backward_launches(
     tiles_q = order_tiles(q, batch, inputs.cu_q, config_dq.block_m, inputs.mask.causal)
     launches = [*tiles_k.launches, *tiles_q.launches]
     gain = inputs.gain or 1.0
-    beside = {"ratio": inputs.alpha / gain, "factor_s": inputs.factor * gain}
-    # The tiles of dK and dV are the keys'.
-    own = {} if inputs.cu_k is None else {"cu": inputs.cu_k, "cu_other": inputs.cu_q}
-    keys = (
-        _output("dk", dk) | _output("dv", dv) | own | {"factor": inputs.factor, "parts": parts if parts > 1 else None}
-    )
+    scales = _scales(inputs)._replace(ratio=inputs.alpha / gain, factor_s=inputs.factor * gain)
+    keys: dict[str, Any] = {"dk": strided(dk), "dv": strided(dv), "chunks": parts if parts > 1 else None}
+    if inputs.cu_k is not None:
+        # The tiles of dK and dV are the keys'.
+        keys["packed"] = Packed(inputs.cu_k, inputs.cu_q, tiles_k.order)
+    queries = {"dq": strided(dq), "scales": scales._replace(factor=None)}
     for kernel, tiles, config, outputs, tap in (
         (hstu_bwd_dkdv_kernel, tiles_k._replace(slots=tiles_k.slots * parts), config_dkdv, keys, taps[0]),
-        (hstu_bwd_dq_kernel, tiles_q, config_dq, _output("dq", dq), taps[1]),
+        (hstu_bwd_dq_kernel, tiles_q, config_dq, queries, taps[1]),
     ):
-        incoming = {
-            "do": _readable(do, config, config.block_m, block_dv),
-            "do_strides": None if config.tma else row_strides(do.stride()),
-        }
-        arguments = _arguments(inputs, config, tiles) | beside | incoming | outputs | {"taps": tap}
+        beside = {"do": _readable(do, config, config.block_m, block_dv), "scales": scales, "taps": tap}
+        arguments = _arguments(inputs, config, tiles, do) | beside | outputs
         launches.append(Launch(kernel, tiles.slots * q.shape[-2], arguments))
     return launches
 

@@ -252,20 +252,17 @@ CASES = (
 
 _KEEP_RIGHT = "o_n <= o_m + (off + right)"
 _KEEP_LEFT = "o_n >= o_m + (off - left)"
-_STORE_DK = "store_rows(Rows(dk, dk_strides, i_b, i_hk, start_k, Tk), i_n, acc_dk * scale, D, BLOCK_N, BLOCK_D)"
-_STORE_DV = "store_rows(Rows(dv, dv_strides, i_b, i_hk, start_k, Tk), i_n, acc_dv, DV, BLOCK_N, BLOCK_DV)"
-_SWAP_DK, _SWAP_DV = (
-    _STORE_DV.replace("(dv, dv_strides", "(dk, dk_strides"),
-    _STORE_DK.replace("(dk, dk_strides", "(dv, dv_strides"),
-)
+_STORE_DK = "store_rows(dk_rows, i_n, acc_dk * scales.scale, TILE.D, TILE.BLOCK_N, TILE.BLOCK_D)"
+_STORE_DV = "store_rows(dv_rows, i_n, acc_dv, TILE.DV, TILE.BLOCK_N, TILE.BLOCK_DV)"
+_SWAP_DK, _SWAP_DV = _STORE_DV.replace("dv_rows", "dk_rows"), _STORE_DK.replace("dk_rows", "dv_rows")
 
 MUTANTS = (
     Mutant(
         "forgotten-rescale",
         "earlier sums keep the old maximum",
         "flash.kernels.fwd",
-        "acc = acc * rescale[:, None]",
-        "acc = acc",
+        "acc_scaled = acc * rescale[:, None]",
+        "acc_scaled = acc",
     ),
     Mutant(
         "sum-not-rescaled",
@@ -312,7 +309,7 @@ MUTANTS = (
         "missing-scale",
         "scores are not scaled",
         "flash.kernels.fwd",
-        "m, l, scale_log2, MASKED",
+        "m, l, scales.scale_log2, MASKED",
         "m, l, 1.4426950408889634, MASKED",
     ),
     Mutant(
@@ -385,14 +382,14 @@ MUTANTS = (
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),
-    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scale", "acc_dq"),
-    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scale", "acc_dk"),
+    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scales.scale", "acc_dq"),
+    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scales.scale", "acc_dk"),
     Mutant(
         "group-sum-lost",
         "dK and dV of one query head of the group alone",
         "flash.kernels.bwd",
-        "i_hk * group + group)",
-        "i_hk * group + 1)",
+        "i_hk * heads.group + heads.group)",
+        "i_hk * heads.group + 1)",
     ),
     Mutant(
         "backward-unmasked",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tilewise.ops._device.records import Taps
 from tilewise.ops.flash import configs, launch, simulate
 from tilewise.ops.flash.simulate import Tiling
 from tilewise.trace.record import record
@@ -56,7 +57,7 @@ class Backward:
         rows = (simulate.prepare(self._o[0, :, h], do[0, :, h], self._lse[0, h], None) for h in range(HEADS))
         self._delta, self._lse_log2 = zip(*rows, strict=True)
 
-    def run(self, taps: tuple[launch.Taps | None, launch.Taps | None] = (None, None)) -> None:
+    def run(self, taps: tuple[Taps | None, Taps | None] = (None, None)) -> None:
         """Launch it."""
         self._dq, self._dk, self._dv = launch.backward(
             self._case.inputs, self._o, self._lse, self._do, None, self._config, self._config, taps

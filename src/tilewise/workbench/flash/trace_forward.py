@@ -29,8 +29,13 @@ FORWARD = Naming(
     after={"O_final": ("b_o", "o"), "LSE": ("b_lse", "lse")},
     first={"O": "O_scale"},
 )
-# Our own kernel's first score of a step is the plain product.
-OUR_FORWARD = dataclasses.replace(FORWARD, first={"O": "O_scale", "S": "S_pre_scaling"}, masks_scores=True)
+# Our own kernel has a variable for each: the plain product, and the sum before this step's is added.
+OUR_FORWARD = dataclasses.replace(
+    FORWARD,
+    step={**FORWARD.step, "S": ("b_s",), "S_pre_scaling": ("b_qk",), "O_scale": ("acc_scaled",)},
+    first={},
+    masks_scores=True,
+)
 # The order in which the values of a step depend on each other.
 FORWARD_ORDER = ("K", "S_pre_scaling", "S", "M", "P", "L", "V", "O_scale", "O")
 HEADS, CHANNELS = 2, 64

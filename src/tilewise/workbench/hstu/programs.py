@@ -10,6 +10,8 @@ from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash.simulate import Named
 from tilewise.ops.hstu import launch, simulate
 from tilewise.ops.hstu.configs import Config
+from tilewise.ops.hstu.kernels.bwd import DkdvStep, DqStep
+from tilewise.ops.hstu.kernels.fwd import FwdStep
 from tilewise.ops.hstu.reference import hstu_attention
 from tilewise.ops.hstu.simulate import Options, Tiling
 from tilewise.trace.beside import Cast, Kernel, array, as_it_is, beside, padded, recorded
@@ -68,9 +70,9 @@ DQ = Kernel(
     ),
     "block",
 )
-# What each slot of the taps holds; FORWARD's first is written before the loop.
-FORWARD_SLOTS = ("Q", *FORWARD.order)
-DKDV_SLOTS, DQ_SLOTS = DKDV.order, DQ.order
+# What each slot of the taps holds, as the kernels declare it; FORWARD's first is written before the loop.
+FORWARD_SLOTS = ("Q", *FwdStep._fields)
+DKDV_SLOTS, DQ_SLOTS = DkdvStep._fields, DqStep._fields
 
 
 @dataclass(frozen=True)

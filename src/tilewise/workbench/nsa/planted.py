@@ -318,14 +318,14 @@ COMPRESSED = (
         "forgotten-rescale",
         "earlier sums keep the old maximum",
         "flash.kernels.fwd",
-        "acc = acc * rescale[:, None]",
-        "acc = acc",
+        "acc_scaled = acc * rescale[:, None]",
+        "acc_scaled = acc",
     ),
     Mutant(
         "missing-scale",
         "scores are not scaled",
         "flash.kernels.fwd",
-        "m, l, scale_log2, MASKED",
+        "m, l, scales.scale_log2, MASKED",
         "m, l, 1.4426950408889634, MASKED",
     ),
     Mutant(
@@ -363,8 +363,8 @@ COMPRESSED = (
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),
-    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scale", "acc_dq"),
-    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scale", "acc_dk"),
+    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scales.scale", "acc_dq"),
+    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scales.scale", "acc_dk"),
     Mutant(
         "backward-unmasked",
         "dK and dV see windows that have not ended",

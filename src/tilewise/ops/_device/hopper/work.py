@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.ops._device.hopper.ring import load_tile, next_stage, thread_barrier, write_note
 from tilewise.ops._device.mask import key_range
+from tilewise.ops._device.records import Window
 from tilewise.ops._device.varlen import find_tile, sequence_bounds
 
 # Rows of one warpgroup.
@@ -62,9 +63,8 @@ def key_tiles(
     one past the last of all.
     """
     left, right = window
-    low, full_low, full_high, high = key_range(
-        i_m, n_queries, n_keys, left if LEFT else None, right if RIGHT else None, BLOCK_M, BLOCK_N
-    )
+    limits = Window(left if LEFT else None, right if RIGHT else None, n_keys - n_queries)
+    low, full_low, full_high, high = key_range(i_m, n_keys, limits, BLOCK_M, BLOCK_N)
     return low // BLOCK_N, full_low // BLOCK_N, full_high // BLOCK_N, gl.cdiv(high, BLOCK_N)
 
 

@@ -38,6 +38,7 @@ from tilewise.ops._device.hopper.ring import (
 )
 from tilewise.ops._device.hopper.work import FIELDS, ROWS, fetch_items, key_tiles, own_tiles
 from tilewise.ops._device.mask import keep
+from tilewise.ops._device.records import Window
 from tilewise.ops._device.softmax import cap_scores, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
@@ -71,9 +72,7 @@ def probabilities(
             gl.expand_dims(o_m, 1),
             gl.expand_dims(o_n, 0),
             n_keys,
-            off,
-            left if LEFT else None,
-            right if RIGHT else None,
+            Window(left if LEFT else None, right if RIGHT else None, off),
         )
         b_s = gl.where(m_keep, b_s, float("-inf"))
     b_p, m, rescale = online_softmax_terms(b_s, m, scale_log2, MASKED)
