@@ -88,7 +88,7 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
                 )
                 keep(f"{name}_{number}", name, made)
                 # A kernel that rescales and adds in one statement has no value between the two.
-                if name in naming.first and len(found) > 1:
+                if name in naming.first and made is not found[0]:
                     keep(f"{naming.first[name]}_{number}", name, found[0])
     for name, candidates in naming.after.items():
         for event in _assignments(candidates, after, scope)[-1:]:
