@@ -10,14 +10,9 @@ MOST_PARAMETERS = 20
 MOST_UNPACKED = 6
 # Still to be moved to records.
 NOT_YET = {
-    "_device/hopper/blocks.py",
-    "_device/hopper/work.py",
     "bsa/kernels_choose.py",
     "bsa/kernels_norm.py",
     "bsa/kernels_selected.py",
-    "flash/hopper/bwd.py",
-    "flash/hopper/fwd.py",
-    "flash/hopper/sum.py",
     "nsa/kernels_choose.py",
     "nsa/kernels_index.py",
     "nsa/kernels_selected_bwd.py",

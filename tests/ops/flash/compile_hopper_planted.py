@@ -22,6 +22,6 @@ if __name__ == "__main__":
 
     from tilewise.workbench.flash.inspect import hopper
 
-    direction = "forward" if mutant.module.endswith(("_fwd", "_items")) else "backward"
+    direction = "forward" if mutant.module.endswith((".fwd", ".work")) else "backward"
     # The backward's first three: in the fixed order.
     print_facts([one.launch for one in hopper(90, torch.bfloat16, 64, 64, "all") if one.direction == direction][:3], 90)

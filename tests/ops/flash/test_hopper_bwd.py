@@ -124,16 +124,16 @@ def test_given_tiles_are_for_the_portable_kernels():
     ],
 )
 def test_deterministic_reaches_the_kernel(case, order):
-    """The order is fixed where asked for and where the free one is slower; else sums are cleared before, or opened tile
-    by tile.
+    """The order is fixed where asked for and where the free one is slower; else accumulators are zeroed up front, or
+    lazily.
     """
     inputs = inputs_of(case)
     lse = torch.zeros(*inputs.q.shape[:-3], inputs.q.shape[-2], inputs.q.shape[-3])
     for deterministic, expected in ((True, "fixed"), (False, order)):
         with capture(90) as launches:
             launch.backward(inputs, inputs.q, lse, inputs.q, None, deterministic=deterministic)
-        prepare, main, _ = (one.arguments for one in launches)
-        found = main["ORDERED"], main["OPENS"], prepare["CLEARS"]
+        prepare, main, _ = (one.arguments["TILE"] for one in launches)
+        found = main.ORDERED, main.ZEROES_LAZILY, prepare.ZEROES
         assert found == (expected == "fixed", expected == "opened", expected == "cleared")
 
 
@@ -155,7 +155,7 @@ def test_groups_are_swept_over_where_blocks_are_about_equally_long(case, sweeps)
     with capture(90) as launches:
         launch.backward(inputs, o, lse, o, None)
     prepare, main, finish = (one.arguments for one in launches)
-    assert main["SWEEPS"] == sweeps
+    assert sweeps == main["TILE"].SWEEPS
     assert prepare["inside"] == finish["inside"] == (1 if sweeps else inputs.group)
 
 
@@ -252,7 +252,7 @@ def test_the_same_bits_a_thousand_times(channels, window):
         "lengths=300/0/500,H=8,Hk=4,D=128",
     ],
 )
-def test_parts_have_the_same_bits(case, monkeypatch):
+def test_chunks_have_the_same_bits(case, monkeypatch):
     """Whether all is worked on at once, or some batch entries or key heads after the others for want of memory."""
     inputs = inputs_of(case)
     head = (
@@ -266,7 +266,7 @@ def test_parts_have_the_same_bits(case, monkeypatch):
     (dlse,) = tensors(lse.shape, dtype=torch.float32, seed=1)
     whole = hopper_launch_bwd.plan_backward(inputs, o, lse, do, dlse)
     for heads_k in (8, 4, 2, 1):
-        monkeypatch.setattr(hopper_launch_bwd, "MOST_SUMS", heads_k * head)
+        monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", heads_k * head)
         assert same(hopper_launch_bwd.plan_backward(inputs, o, lse, do, dlse), whole)
 
 

@@ -21,6 +21,7 @@ from tilewise.ops._device.reach import (
     tile_and_head,
     whole_tiles,
 )
+from tilewise.ops._device.records import Limits
 from tilewise.ops.flash.hopper.launch_bwd import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -30,20 +31,16 @@ pytestmark = pytest.mark.gpu
 
 
 @triton.jit
-def reach_kernel(
-    out, n_queries, n_keys, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+def reach_kernel(out, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
+    limits = Limits(left, right)
     o = tl.arange(0, MOST)
     none = tl.zeros([MOST], tl.int32)
-    low, high = query_tiles(o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    whole_low, whole_high = whole_tiles(
-        o * BLOCK_N, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
-    first, end = key_blocks(o * BLOCK_M, n_queries, n_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    first_tile = first_from(o * BLOCK_N, n_keys - n_queries, left, HAS_LEFT, BLOCK_M)
+    low, high = query_tiles(o * BLOCK_N, n_queries, n_keys, limits, BLOCK_M, BLOCK_N)
+    whole_low, whole_high = whole_tiles(o * BLOCK_N, n_queries, n_keys, limits, BLOCK_M, BLOCK_N)
+    first, end = key_blocks(o * BLOCK_M, n_queries, n_keys, limits, BLOCK_M, BLOCK_N)
+    first_tile = first_from(o * BLOCK_N, n_keys - n_queries, limits, BLOCK_M)
     o_tile = tl.arange(0, MOST)[:, None]
-    is_first = meets_first(o_tile, (none + first_tile)[None, :], o[None, :], HAS_LEFT)
+    is_first = meets_first(o_tile, (none + first_tile)[None, :], o[None, :], limits)
     tl.store(out + o, none + low)
     tl.store(out + MOST + o, none + high)
     tl.store(out + 2 * MOST + o, none + whole_low)
@@ -60,9 +57,7 @@ def reach(device, n_queries, n_keys, left, right):
     And for each tile of those that it meets whether a block is the first.
     """
     out = torch.zeros(6 + MOST, MOST, dtype=torch.int32, device=device)
-    reach_kernel[(1,)](
-        out, n_queries, n_keys, left or 0, right or 0, left is not None, right is not None, BLOCK_M, BLOCK_N, MOST
-    )
+    reach_kernel[(1,)](out, n_queries, n_keys, left, right, BLOCK_M, BLOCK_N, MOST)
     return *out[:6].tolist(), out[6:].tolist()
 
 

@@ -1,5 +1,5 @@
 """What surrounds Hopper's backward kernel, with torch in its place: rows prepared for it, its scales, and dq from the
-sums that it leaves.
+accumulators that it leaves.
 """
 
 import pytest
@@ -25,25 +25,27 @@ def private(tile, width):
 
 def sequences(arguments):
     """(q, k, v, do) rows of each sequence: batch entry, queries, keys."""
-    if arguments["cu_q"] is None:
+    offsets = arguments["offsets"]
+    if offsets.q is None:
         return [(b, slice(None), slice(None)) for b in range(arguments["q"].base.shape[0])]
-    cu_q, cu_k = arguments["cu_q"].tolist(), arguments["cu_k"].tolist()
+    cu_q, cu_k = offsets.q.tolist(), offsets.k.tolist()
     return [(None, slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in range(len(cu_q) - 1)]
 
 
 def main_in_torch(arguments):
     """What the kernel computes, from its own arguments, in fp32; tiles that no key meets are left as they are."""
-    width = arguments["BLOCK_D"]
-    slots = arguments["n_slots_q"]
+    tile, scales = arguments["TILE"], arguments["scales"]
+    width = tile.BLOCK_D
+    slots = hopper_launch_bwd.tile_slots(arguments["n_queries"], BLOCK_M, arguments["offsets"].q)
     group = arguments["group"]
     # A group's heads inside of a slot, or each with slots of its own; by head and slot: [all query heads, slots, ...].
-    inside = 1 if arguments["SWEEPS"] else group
+    inside = 1 if tile.SWEEPS else group
 
     def by_head(x, size):
         return x.view(-1, slots, inside, size).transpose(1, 2).flatten(0, 1)
 
     lse, delta = (by_head(arguments[name].base, BLOCK_M) for name in ("lse_log2", "delta"))
-    sums = arguments["sums"].view(-1, slots, inside, BLOCK_M * width)
+    acc_dq = arguments["workspace"].acc_dq.view(-1, slots, inside, BLOCK_M * width)
     dk, dv = arguments["dk"].base, arguments["dv"].base
     for b, queries, keys in sequences(arguments):
         q, g = (arguments[name].base[queries if b is None else b] for name in ("q", "do"))
@@ -54,9 +56,9 @@ def main_in_torch(arguments):
         off = len(k) - len(q)
         i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
         keep = torch.ones(len(q), len(k), dtype=torch.bool)
-        if arguments["HAS_LEFT"]:
+        if arguments["left"] is not None:
             keep &= j >= i + off - arguments["left"]
-        if arguments["HAS_RIGHT"]:
+        if arguments["right"] is not None:
             keep &= j <= i + off + arguments["right"]
         sum_dk, sum_dv = torch.zeros(k.shape), torch.zeros(v.shape)
         for h in range(heads):
@@ -64,11 +66,11 @@ def main_in_torch(arguments):
             tiles = -(-len(q) // BLOCK_M)
             rows = [x[row, first : first + tiles].reshape(-1)[: len(q), None] for x in (lse, delta)]
             s = q[:, h].float() @ k[:, hk].float().T
-            if arguments["SOFTCAP"]:
-                s = (s * arguments["score_scale"]).tanh()
-            p = torch.where(keep, torch.exp2(s * arguments["scale_log2"] - rows[0]), 0.0)
+            if scales.score_scale is not None:
+                s = (s * scales.score_scale).tanh()
+            p = torch.where(keep, torch.exp2(s * scales.scale_log2 - rows[0]), 0.0)
             ds = p * (g[:, h].float() @ v[:, hk].float().T - rows[1])
-            if arguments["SOFTCAP"]:
+            if scales.score_scale is not None:
                 ds = ds * (1 - s * s)
             sum_dv[:, hk] += p.T @ g[:, h].float()
             sum_dk[:, hk] += ds.T @ q[:, h].float()
@@ -76,8 +78,8 @@ def main_in_torch(arguments):
             for m in range(tiles):
                 of_tile = slice(m * BLOCK_M, (m + 1) * BLOCK_M)
                 if keep[of_tile].any():
-                    sums[row // inside, first + m, row % inside] = private(dq[of_tile], width)
-        dk[place_k] = (sum_dk * arguments["scale"]).to(dk.dtype)
+                    acc_dq[row // inside, first + m, row % inside] = private(dq[of_tile], width)
+        dk[place_k] = (sum_dk * scales.scale).to(dk.dtype)
         dv[place_k] = sum_dv.to(dv.dtype)
 
 
@@ -107,29 +109,29 @@ CASES = {
 def run_around(launches, device):
     """What runs a part's launches, with torch in the main kernel's place."""
     prepare, main, finish = launches
-    k, packed = main.arguments["k"].base, main.arguments["cu_k"] is not None
+    k, offsets = main.arguments["k"].base, main.arguments["offsets"]
     blocks = (
-        hopper_launch_bwd.tile_slots(k.shape[-3], BLOCK_N, main.arguments["cu_k"])
+        hopper_launch_bwd.tile_slots(k.shape[-3], BLOCK_N, offsets.k)
         * k.shape[-2]
-        * (1 if packed else k.shape[0])
+        * (k.shape[0] if offsets.k is None else 1)
     )
     assert main.grid == min(blocks, hopper_launch_bwd.processors(device))
     run_all([prepare], device)
-    assert not main.arguments["turns"].any()
-    assert not main.arguments["tickets"].any()
-    # In the fixed order the first block writes: nobody has to clear them, and here they are NaN.
-    sums = main.arguments["sums"]
-    assert sums.isnan().all() if main.arguments["ORDERED"] else not sums.any()
+    workspace = main.arguments["workspace"]
+    assert not workspace.semaphores.any()
+    assert not workspace.counter.any()
+    # In the fixed order the first block stores: accumulators need not be zeroed, and here they are NaN.
+    assert workspace.acc_dq.isnan().all() if main.arguments["TILE"].ORDERED else not workspace.acc_dq.any()
     main_in_torch(main.arguments)
     run_all([finish], device)
 
 
-@pytest.mark.parametrize("most", [hopper_launch_bwd.MOST_SUMS, 1], ids=["whole", "parts"])
+@pytest.mark.parametrize("most", [hopper_launch_bwd.MOST_BYTES, 1], ids=["whole", "chunks"])
 @pytest.mark.parametrize("order", ["fixed", "cleared"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
 def test_prepare_and_finish(name, order, most, monkeypatch):
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_SUMS", most)
+    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", most)
     monkeypatch.setattr(hopper_launch_bwd, "processors", lambda _device: 1)
     monkeypatch.setattr(hopper_launch_bwd, "emit", lambda beside, *launches: run_around(launches, beside.device))
     case = USUAL | CASES[name]
@@ -180,11 +182,11 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
         (None, 5, 4, [(None, 2), (None, 3)]),
     ],
 )
-def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
-    """Batch entries and key heads of each part, where sums of so many key heads of one entry may be there at a time."""
+def test_chunks_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
+    """Batch entries and KV heads of each chunk, where accumulators of so many KV heads of one entry have room."""
     group, slots = 2, 3 if batch else 4
     monkeypatch.setattr(hopper_launch_bwd, "processors", lambda _device: 1)
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_SUMS", int(most * 4 * slots * BLOCK_M * group * 64))
+    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", int(most * 4 * slots * BLOCK_M * group * 64))
     lead = (150,) if batch is None else (batch, 150)
     q, k = (torch.empty(*lead, heads, 40, dtype=torch.bfloat16) for heads in (heads_k * group, heads_k))
     offsets = None if batch else torch.tensor([0, 70, 150], dtype=torch.int32)
@@ -199,15 +201,15 @@ def test_parts_of_what_needs_more_memory(batch, heads_k, most, expected, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "keys", "parts"),
+    ("batch", "heads_k", "keys", "chunks"),
     [(1, 16, 512, 1), (1, 64, 512, 2), (8, 64, 512, 16), (4, 16, 8192, 4 * 6), (1, 2, 8192, 1)],
 )
-def test_parts_have_blocks_of_keys_for_all_processors(batch, heads_k, keys, parts, monkeypatch):
-    """A block has 128 keys, and there are 132 processors: 33 heads of 512 keys, or 3 of 8,192."""
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_SUMS", 1)
+def test_chunks_have_blocks_of_keys_for_all_sms(batch, heads_k, keys, chunks, monkeypatch):
+    """A block has 128 keys, and there are 132 SMs: 33 heads of 512 keys, or 3 of 8,192."""
+    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", 1)
     q, k = (torch.empty(batch, tokens, heads_k, 64, dtype=torch.bfloat16, device="meta") for tokens in (70, keys))
     inputs = launch.make_inputs(q, k, k, None, None, False, -1, -1, 0.1, 0.0)
-    assert len(list(hopper_launch_bwd._parts(inputs))) == parts
+    assert len(list(hopper_launch_bwd._chunks(inputs))) == chunks
 
 
 @pytest.mark.parametrize(

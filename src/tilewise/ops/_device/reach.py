@@ -1,9 +1,8 @@
 """Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a
 backward visits them.
 
-A backward that owns keys walks the query tiles that meet its block; the sum of a query tile's gradient wants to know,
-from the same rule, which blocks add to it and which of them is the first. Limits that do not exist are left out by
-HAS_LEFT and HAS_RIGHT; the mask is that of `mask.keep`.
+A backward that owns keys walks the query tiles that meet its block; the accumulator of a query tile's gradient wants to
+know, from the same rule, which blocks add to it and which of them is the first. The mask is that of `mask.keep`.
 """
 
 import triton
@@ -11,29 +10,23 @@ import triton.language as tl
 
 
 @triton.jit
-def query_tiles(
-    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr
-):  # fmt: skip
+def query_tiles(i_n, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first of the query tiles that meet keys `i_n .. i_n + BLOCK_N`, and the one after the last; none where those
     keys do not exist.
     """
     off = n_keys - n_queries
     low = 0
     high = n_queries
-    if HAS_RIGHT:
-        low = tl.maximum(i_n - off - right, 0) // BLOCK_M
-    if HAS_LEFT:
-        high = tl.maximum(tl.minimum(n_queries, i_n + BLOCK_N - off + left), 0)
+    if limits.right is not None:
+        low = tl.maximum(i_n - off - limits.right, 0) // BLOCK_M
+    if limits.left is not None:
+        high = tl.maximum(tl.minimum(n_queries, i_n + BLOCK_N - off + limits.left), 0)
     high = tl.where(i_n < n_keys, tl.cdiv(high, BLOCK_M), 0)
     return low, tl.maximum(high, low)
 
 
 @triton.jit
-def whole_tiles(
-    i_n, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr
-):  # fmt: skip
+def whole_tiles(i_n, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of the tiles that `query_tiles` gives, the first that needs no mask and the one after the last; none where a key
     lies past the end.
 
@@ -42,26 +35,23 @@ def whole_tiles(
     off = n_keys - n_queries
     low = 0
     high = tl.cdiv(n_queries, BLOCK_M)
-    if HAS_RIGHT:
-        low = tl.cdiv(tl.maximum(i_n + (BLOCK_N - 1) - off - right, 0), BLOCK_M)
-    if HAS_LEFT:
-        high = tl.maximum(i_n + 1 - off + left, 0) // BLOCK_M
+    if limits.right is not None:
+        low = tl.cdiv(tl.maximum(i_n + (BLOCK_N - 1) - off - limits.right, 0), BLOCK_M)
+    if limits.left is not None:
+        high = tl.maximum(i_n + 1 - off + limits.left, 0) // BLOCK_M
     return low, tl.where(i_n + BLOCK_N <= n_keys, high, 0)
 
 
 @triton.jit
-def key_blocks(
-    i_m, n_queries, n_keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr
-):  # fmt: skip
+def key_blocks(i_m, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first of the blocks of keys that meet the query tile whose first row is `i_m`, and the one after the last."""
     off = n_keys - n_queries
     first = 0
     high = n_keys
-    if HAS_LEFT:
-        first = tl.maximum(i_m + off - left, 0) // BLOCK_N
-    if HAS_RIGHT:
-        high = tl.minimum(n_keys, i_m + BLOCK_M + off + right)
+    if limits.left is not None:
+        first = tl.maximum(i_m + off - limits.left, 0) // BLOCK_N
+    if limits.right is not None:
+        high = tl.minimum(n_keys, i_m + BLOCK_M + off + limits.right)
     return first, tl.cdiv(tl.maximum(high, 0), BLOCK_N)
 
 
@@ -79,25 +69,25 @@ def head_and_slot(place, n_slots, n_heads, together):
 
 
 @triton.jit
-def first_from(i_n, off, left, HAS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr):
+def first_from(i_n, off, limits, BLOCK_M: tl.constexpr):
     """Under a left limit, the query tile from which on the block of keys at `i_n` is the first of those that meet a
     tile: see `meets_first`.
     """
     first = 0
-    if HAS_LEFT:
-        first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + left - off, 0), BLOCK_M))
+    if limits.left is not None:
+        first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + limits.left - off, 0), BLOCK_M))
     return first
 
 
 @triton.jit
-def meets_first(i_tile, first, i_block, HAS_LEFT: tl.constexpr):
+def meets_first(i_tile, first, i_block, limits):
     """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` as `first_from` has
     it.
 
     Without a left limit the first block of all is, so that a loop need not hold `first`.
     """
     is_first = i_block == 0
-    if HAS_LEFT:
+    if limits.left is not None:
         is_first = i_tile >= first
     return is_first
 

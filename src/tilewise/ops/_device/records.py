@@ -90,6 +90,13 @@ class Window(NamedTuple):
     """Where query 0 stands among the keys' positions."""
 
 
+class Limits(NamedTuple):
+    """Of a window, whatever the sequence: how far a query sees to the left and to the right; None: to the end."""
+
+    left: Any
+    right: Any
+
+
 class History(NamedTuple):
     """Which keys a query sees in a sequence of history and targets: see `history`."""
 

@@ -17,13 +17,14 @@ from typing import Any
 NEWEST_KNOWN = (3, 9)
 # By module, what the kernels use of it; of names with a | between them any one will do.
 NEEDED: dict[str, tuple[str, ...]] = {
+    "triton.language.core": ("_aggregate",),
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
         *("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout.get_default_for"),
         *("SliceLayout", "SwizzledSharedLayout", "allocate_shared_memory", "arange", "atomic_add", "atomic_max"),
         *("bfloat16", "cast", "cdiv", "constexpr", "convert_layout", "exp2", "expand_dims", "float16", "float32"),
         *("full", "int32", "int64", "log2", "max", "maximum", "minimum", "num_programs", "program_id"),
-        *("static_assert", "static_range", "store", "sum", "to_tensor", "warp_specialize", "where", "zeros"),
+        *("static_assert", "static_range", "store", "sum", "tensor", "to_tensor", "warp_specialize", "where", "zeros"),
         *("zeros_like", "thread_barrier|barrier"),
         *(f"shared_memory_descriptor.{name}" for name in ("index", "load", "permute", "reshape", "slice", "store")),
     ),

@@ -1,15 +1,23 @@
-"""What the Gluon kernels for Hopper share: names that changed from Triton 3.6 to 3.9, tiles of rows through TMA, rings
-of buffers, barriers.
+"""What the Gluon kernels for Hopper share: tiles of rows through TMA, rings of buffers with their barriers, and a
+mailbox in shared memory; and names that changed from Triton 3.6 to 3.9.
 
 A tile is `rows` tokens of one head, all channels. Rows past the end of a sequence, and channels past the last, read as
-0 and are never written: the tensor memory accelerator (TMA) sees to it, of packed sequences too, whose next neighbour's
-rows it never touches (`tilewise.ops._host.hopper` makes the descriptors and says how). So no kernel has to clear what
-lies outside.
+0 and are never written: the tensor memory accelerator (TMA) does that, for packed sequences too, whose neighbours' rows
+it never touches (`tilewise.ops._host.hopper` makes the descriptors and says how). So kernels need not zero what lies
+outside.
+
+A ring is STAGES buffers that one warp fills and other warps empty, in order. Every buffer has two mbarriers, full and
+empty (`Barriers`); every warp keeps its own position (`Ring`): which buffer comes next, and in which phase its barriers
+are.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilewise.ops._device.hopper.aggregate import aggregate
 
 # Left the old, right the new names: the old one of the store raises in 3.9.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -22,28 +30,42 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 RAGGED_ROWS = gl.constexpr(1 << 30)
 
 
-@gluon.jit
-def load_tile(desc, buffer, barrier, i_b, i_h, start, n_rows, row, PACKED: gl.constexpr):
-    """Start to read rows `row ..` of head `i_h` into `buffer`; `barrier` counts the bytes as they arrive.
+class HeadRows(NamedTuple):
+    """The rows of one head of one sequence, for `load_tile` and `store_tile`.
 
     Dense: of batch entry `i_b`. Packed: of the sequence of `n_rows` tokens from token `start` on.
     """
-    if PACKED:
-        tma_load(desc, [RAGGED_ROWS, start + n_rows, i_h, RAGGED_ROWS - n_rows + row, 0], barrier, buffer)
-    else:
-        tma_load(desc, [i_b, i_h, row, 0], barrier, buffer)
+
+    i_b: Any
+    i_h: Any
+    start: Any
+    n_rows: Any
 
 
 @gluon.jit
-def store_tile(desc, buffer, i_b, i_h, start, n_rows, row, PACKED: gl.constexpr):
-    """Start to write `buffer` to rows `row ..`, as `load_tile` reads them: rows past the end stay as they are.
+def load_tile(desc, buffer, barrier, rows, row, PACKED: gl.constexpr):
+    """Start to read `rows` from `row` on into `buffer`; `barrier` counts the bytes as they arrive."""
+    if PACKED:
+        tma_load(
+            desc,
+            [RAGGED_ROWS, rows.start + rows.n_rows, rows.i_h, RAGGED_ROWS - rows.n_rows + row, 0],
+            barrier,
+            buffer,
+        )
+    else:
+        tma_load(desc, [rows.i_b, rows.i_h, row, 0], barrier, buffer)
+
+
+@gluon.jit
+def store_tile(desc, buffer, rows, row, PACKED: gl.constexpr):
+    """Start to write `buffer` to `rows` from `row` on: what lies past the end stays as it is.
 
     Before it come `fence_async_shared` and `thread_barrier`, for one thread starts the copy of what all have written.
     """
     if PACKED:
-        tma_store(desc, [RAGGED_ROWS, start + n_rows, i_h, RAGGED_ROWS - n_rows + row, 0], buffer)
+        tma_store(desc, [RAGGED_ROWS, rows.start + rows.n_rows, rows.i_h, RAGGED_ROWS - rows.n_rows + row, 0], buffer)
     else:
-        tma_store(desc, [i_b, i_h, row, 0], buffer)
+        tma_store(desc, [rows.i_b, rows.i_h, row, 0], buffer)
 
 
 @gluon.jit
@@ -60,7 +82,7 @@ def as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which changes its phase after so many arrivals (and all bytes that it was told to
+    """COUNT mbarriers, each of which changes its phase after so many arrivals (and all bytes that it was told to
     expect).
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -69,30 +91,100 @@ def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit
-def allocate_notes(COUNT: gl.constexpr):
-    """Shared memory for COUNT whole numbers, by which one warp tells others what there is to do."""
-    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def write_note(notes, i, value):
-    """Note a number, in a partition of one warp."""
-    notes.index(i).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def read_note(notes, i, WARPS: gl.constexpr):
-    """The same number, in a partition of WARPS warps."""
-    return gl.max(notes.index(i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-
-
-@gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The next buffer of a ring, and the phase of its barriers: it changes each time round.
-
-    Whoever waits until a buffer is full waits for `phase`, whoever waits until it is free for `phase ^ 1`, which a new
-    barrier passes at once.
+@aggregate
+class Ring:
+    """A warp's position in a ring of STAGES buffers: the buffer, and the phase of its barriers, which changes each time
+    round.
     """
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+    stage: gl.tensor
+    phase: gl.tensor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def advance(self):
+        """The next position."""
+        last = self.stage == self.STAGES - 1
+        return Ring(gl.where(last, 0, self.stage + 1), gl.where(last, self.phase ^ 1, self.phase), self.STAGES)
+
+
+@gluon.jit
+def first_of_ring(STAGES: gl.constexpr):
+    """The position at which every warp begins."""
+    return Ring(gl.to_tensor(0), gl.to_tensor(0), STAGES)
+
+
+@gluon.jit
+def ring_at(count, STAGES: gl.constexpr):
+    """The position after `count` times `advance`."""
+    return Ring(count % STAGES, (count // STAGES) & 1, STAGES)
+
+
+@aggregate
+class Barriers:
+    """The mbarriers of a ring: of each buffer one for `full`, one for `empty`. A new one lets `wait_empty` pass."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def wait_full(self, ring):
+        """Until the buffer is filled."""
+        mbarrier.wait(self.full.index(ring.stage), ring.phase)
+
+    @gluon.jit
+    def wait_empty(self, ring):
+        """Until all have let go of what was in the buffer."""
+        mbarrier.wait(self.empty.index(ring.stage), ring.phase ^ 1)
+
+    @gluon.jit
+    def expect(self, ring, nbytes):
+        """The buffer is full once TMA has brought so many bytes."""
+        mbarrier.expect(self.full.index(ring.stage), nbytes)
+
+    @gluon.jit
+    def fill(self, ring):
+        """The buffer is full."""
+        mbarrier.arrive(self.full.index(ring.stage), count=1)
+
+    @gluon.jit
+    def release(self, ring):
+        """Let go of the buffer. One thread arrives for all of the partition, after Triton has had them meet."""
+        mbarrier.arrive(self.empty.index(ring.stage), count=1)
+
+
+@gluon.jit
+def allocate_ring(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """The barriers of COUNT buffers, each of which is filled by one warp and let go of by so many."""
+    return Barriers(allocate_barriers(COUNT, 1), allocate_barriers(COUNT, READERS))
+
+
+@aggregate
+class Mailbox:
+    """Shared memory by which one warp tells others what to work on: messages of SIZE int32 numbers.
+
+    FIELDS is a message that holds, in place of each number, which of them it is.
+    """
+
+    memory: gl.shared_memory_descriptor
+    FIELDS: gl.constexpr
+    SIZE: gl.constexpr
+
+    @gluon.jit
+    def put(self, slot, FIELD: gl.constexpr, value):
+        """Write one number of the message in a slot, in a partition of one warp."""
+        number = gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        self.memory.index(slot * self.SIZE + FIELD).store(number)
+
+    @gluon.jit
+    def get(self, slot, FIELD: gl.constexpr, WARPS: gl.constexpr):
+        """Read it, in a partition of WARPS warps."""
+        number = self.memory.index(slot * self.SIZE + FIELD)
+        return gl.max(number.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def allocate_mailbox(SLOTS: gl.constexpr, FIELDS: gl.constexpr, SIZE: gl.constexpr):
+    """A mailbox with room for SLOTS messages."""
+    memory = gl.allocate_shared_memory(gl.int32, [SLOTS * SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Mailbox(memory, FIELDS, SIZE)

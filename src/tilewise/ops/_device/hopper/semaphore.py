@@ -1,127 +1,219 @@
-"""Blocks of keys that take turns in the backward for Hopper: what warps read of a block, who may add to which query
-tile's sum, and when.
+"""Blocks of keys that add to dQ in a fixed order, in the backward for Hopper: what the mailbox says of a block, and the
+semaphores by which one block waits for another.
+
+Every fp32 accumulator of dQ, a query tile of one query head, has a semaphore in global memory: how many blocks have
+added to it. Block n waits for n, adds, and releases n + 1. Two warps do that for the warpgroups, one each way, and talk
+to them through mbarriers (`Order`).
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._device.hopper.ring import read_note, thread_barrier
+from tilewise.ops._device.hopper.aggregate import aggregate
+from tilewise.ops._device.hopper.ring import ring_at, thread_barrier
 from tilewise.ops._device.reach import heads_of_sweep, meets_first
 
-# Tiles of dQ that `grant` may be ahead of `release`.
-TURNS = gl.constexpr(4)
-# What the fetching warp notes of a block: its number (-1 where none is left), batch entry, key head, the sequence's
-# first key, keys, queries, the number of its first sweep's visit 0 among all tiles of sums, the last visit, how many a
-# sweep has, the one from which on no block before makes them, and whether the block waits for those before it.
-FIELDS = gl.constexpr(11)
+# Accumulators of dQ that `acquire` may be ahead of `release`.
+ORDER_STAGES = gl.constexpr(4)
+
+
+class BlockMessage(NamedTuple):
+    """What the fetching warp posts of a block of keys."""
+
+    i_block: Any
+    """Which block of its sequence it is; -1: no block is left."""
+    i_b: Any
+    i_h: Any
+    """KV head."""
+    start: Any
+    """The sequence's first key token."""
+    n_keys: Any
+    n_queries: Any
+    first_acc: Any
+    """Visit 0 of the first sweep, by its number among all accumulators of dQ."""
+    last_visit: Any
+    n_visits: Any
+    """Of one sweep."""
+    first_from: Any
+    """From this visit on no block before adds to the accumulator: see `meets_first`."""
+    waits: Any
+    """Whether the block waits for those before it."""
+
+
+MESSAGE_FIELDS = gl.constexpr(BlockMessage(*range(len(BlockMessage._fields))))
+MESSAGE_SIZE = gl.constexpr(len(BlockMessage._fields))
+
+
+class Visits(NamedTuple):
+    """The query tiles that a block visits in one sweep, from the last to the first; as in `BlockMessage`."""
+
+    first_acc: Any
+    last: Any
+    count: Any
+    first_from: Any
+
+
+class Block(NamedTuple):
+    """A block of keys as other warps read it; `off`: how many more keys than queries the sequence has."""
+
+    i_block: Any
+    i_b: Any
+    i_h: Any
+    start: Any
+    n_keys: Any
+    off: Any
+    visits: Any
+    waits: Any
+
+
+class Ordering(NamedTuple):
+    """What the two warps that keep the order work with."""
+
+    mailbox: Any
+    blocks: Any
+    order: Any
+    semaphores: Any
+    limits: Any
+    group: Any
+    n_slots_q: Any
 
 
 @gluon.jit
-def read_visits(notes, slot, WARPS: gl.constexpr):
-    """What is noted of the visits of the block in a slot: visit 0's number, the last, how many there are, and from
-    which on the block is first.
-    """
-    note = slot * FIELDS + 6
-    return (
-        read_note(notes, note, WARPS),
-        read_note(notes, note + 1, WARPS),
-        read_note(notes, note + 2, WARPS),
-        read_note(notes, note + 3, WARPS),
+def post_block(mailbox, slot, block):
+    """Write a block's message into the mailbox, in a partition of one warp."""
+    mailbox.put(slot, mailbox.FIELDS.i_block, block.i_block)
+    mailbox.put(slot, mailbox.FIELDS.i_b, block.i_b)
+    mailbox.put(slot, mailbox.FIELDS.i_h, block.i_h)
+    mailbox.put(slot, mailbox.FIELDS.start, block.start)
+    mailbox.put(slot, mailbox.FIELDS.n_keys, block.n_keys)
+    mailbox.put(slot, mailbox.FIELDS.n_queries, block.n_queries)
+    mailbox.put(slot, mailbox.FIELDS.first_acc, block.first_acc)
+    mailbox.put(slot, mailbox.FIELDS.last_visit, block.last_visit)
+    mailbox.put(slot, mailbox.FIELDS.n_visits, block.n_visits)
+    mailbox.put(slot, mailbox.FIELDS.first_from, block.first_from)
+    mailbox.put(slot, mailbox.FIELDS.waits, block.waits)
+    thread_barrier()
+
+
+@gluon.jit
+def read_visits(mailbox, slot, WARPS: gl.constexpr):
+    """The visits of the block in a slot."""
+    return Visits(
+        first_acc=mailbox.get(slot, mailbox.FIELDS.first_acc, WARPS),
+        last=mailbox.get(slot, mailbox.FIELDS.last_visit, WARPS),
+        count=mailbox.get(slot, mailbox.FIELDS.n_visits, WARPS),
+        first_from=mailbox.get(slot, mailbox.FIELDS.first_from, WARPS),
     )
 
 
 @gluon.jit
-def read_block(notes, full, i_item, SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """Wait for the program's block number `i_item` and read what is noted of it, in a partition of WARPS warps.
-
-    Its number, where its rows of K are, keys, how many more they are than queries, its visits, and whether it waits.
-    """
-    mbarrier.wait(full.index(i_item % SLOTS), (i_item // SLOTS) & 1)
-    note = i_item % SLOTS * FIELDS
-    i_block = read_note(notes, note, WARPS)
-    rows = (read_note(notes, note + 1, WARPS), read_note(notes, note + 2, WARPS), read_note(notes, note + 3, WARPS))
-    n_keys = read_note(notes, note + 4, WARPS)
-    off = n_keys - read_note(notes, note + 5, WARPS)
-    visits = read_visits(notes, i_item % SLOTS, WARPS)
-    waits = read_note(notes, note + 10, WARPS) != 0
-    # All threads have read before one of them gives the notes free.
+def read_block(mailbox, blocks, slot, WARPS: gl.constexpr):
+    """Wait for the CTA's next block, which comes in a slot, and read it, in a partition of WARPS warps."""
+    blocks.wait_full(slot)
+    i_block = mailbox.get(slot.stage, mailbox.FIELDS.i_block, WARPS)
+    i_b = mailbox.get(slot.stage, mailbox.FIELDS.i_b, WARPS)
+    i_h = mailbox.get(slot.stage, mailbox.FIELDS.i_h, WARPS)
+    start = mailbox.get(slot.stage, mailbox.FIELDS.start, WARPS)
+    n_keys = mailbox.get(slot.stage, mailbox.FIELDS.n_keys, WARPS)
+    # Posted as it is here, the difference takes 3 % more instructions a step: ptxas then keeps visits in uniform
+    # registers.
+    off = n_keys - mailbox.get(slot.stage, mailbox.FIELDS.n_queries, WARPS)
+    visits = read_visits(mailbox, slot.stage, WARPS)
+    waits = mailbox.get(slot.stage, mailbox.FIELDS.waits, WARPS) != 0
+    # All threads have read the message before one of them lets go of the slot.
     thread_barrier()
-    return i_block, rows, n_keys, off, visits, waits
+    return Block(i_block, i_b, i_h, start, n_keys, off, visits, waits)
 
 
 @gluon.jit
-def wait_turn(p_turn, i_block):
-    """Wait until a tile's counter has come to `i_block`."""
+def wait_semaphore(p_semaphore, count):
+    """Wait until as many blocks have added to an accumulator."""
     # An addition of 0 is how an acquiring load is written.
-    turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
-    while turn < i_block:
-        turn = gl.atomic_add(p_turn, 0, sem="acquire", scope="gpu")
+    added = gl.atomic_add(p_semaphore, 0, sem="acquire", scope="gpu")
+    while added < count:
+        added = gl.atomic_add(p_semaphore, 0, sem="acquire", scope="gpu")
 
 
 @gluon.jit
-def open_sum(p_sum, p_turn, is_first, waits, ELEMENTS: gl.constexpr):
-    """For one warp: 0 to a tile of sums if its block is the first to add there, and its counter to 1; else wait for
-    that.
-    """
+def zero_accumulator(p_acc, p_semaphore, is_first, waits, ELEMENTS: gl.constexpr):
+    """For one warp: zero an accumulator if its block is the first to add there, and release it; else wait for that."""
     if is_first:
         o = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
         for i in range(0, ELEMENTS, 128):
-            gl.store(p_sum + i + o, gl.zeros_like(o).to(gl.float32))
+            gl.store(p_acc + i + o, gl.zeros_like(o).to(gl.float32))
         # One thread releases for all: their stores must be done.
         thread_barrier()
-        gl.atomic_max(p_turn, 1, sem="release", scope="gpu")
+        gl.atomic_max(p_semaphore, 1, sem="release", scope="gpu")
     elif waits:
-        wait_turn(p_turn, 1)
+        wait_semaphore(p_semaphore, 1)
 
 
-@gluon.jit
-def grant(order, count, p_turn, i_block, waits):
-    """Lets the warpgroups add to the tile of step `count` once the block before theirs has; at most TURNS tiles ahead
-    of `release`.
+@aggregate
+class Order:
+    """The mbarriers between the warpgroups and the warps that keep the order, of ORDER_STAGES steps: the warpgroups may
+    add (`go`), both have (`added`), and `acquire` may go on with another step (`free`).
     """
-    go, _, free = order
-    mbarrier.wait(free.index(count % TURNS), ((count // TURNS) & 1) ^ 1)
-    if waits:
-        wait_turn(p_turn, i_block)
-    mbarrier.arrive(go.index(count % TURNS), count=1)
+
+    go: gl.shared_memory_descriptor
+    added: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def wait_go(self, count):
+        """For a warpgroup: until it may add to the accumulator of step `count`."""
+        mbarrier.wait(self.go.index(count % ORDER_STAGES), (count // ORDER_STAGES) & 1)
+
+    @gluon.jit
+    def add(self, count):
+        """For a warpgroup: it has added."""
+        mbarrier.arrive(self.added.index(count % ORDER_STAGES), count=1)
+
+    @gluon.jit
+    def acquire(self, count, p_semaphore, i_block, waits):
+        """Let the warpgroups add to the accumulator of step `count` once the block before theirs has; at most
+        ORDER_STAGES steps ahead of `release`.
+        """
+        mbarrier.wait(self.free.index(count % ORDER_STAGES), ((count // ORDER_STAGES) & 1) ^ 1)
+        if waits:
+            wait_semaphore(p_semaphore, i_block)
+        mbarrier.arrive(self.go.index(count % ORDER_STAGES), count=1)
+
+    @gluon.jit
+    def release(self, count, p_semaphore, i_block):
+        """Pass the accumulator of step `count` on to the next block after both warpgroups have added to it."""
+        mbarrier.wait(self.added.index(count % ORDER_STAGES), (count // ORDER_STAGES) & 1)
+        mbarrier.arrive(self.free.index(count % ORDER_STAGES), count=1)
+        # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The
+        # largest number stays: offsets that are not in order may make two sequences share an accumulator, and then no
+        # block must see a smaller number than before.
+        gl.atomic_max(p_semaphore, i_block + 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def release(order, count, p_turn, i_block):
-    """Passes the tile of step `count` on to the next block after both warpgroups have added to it."""
-    _, added, free = order
-    mbarrier.wait(added.index(count % TURNS), (count // TURNS) & 1)
-    mbarrier.arrive(free.index(count % TURNS), count=1)
-    # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The largest
-    # number stays: offsets that are not in order may make two sequences share a tile, and then nobody must see a
-    # smaller number than before.
-    gl.atomic_max(p_turn, i_block + 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def take_turns(given, GRANTS: gl.constexpr, HAS_LEFT: gl.constexpr, SLOTS: gl.constexpr, SWEEPS: gl.constexpr):
-    """One of two warps that keep the order of additions, through the steps of block after block: `grant` if GRANTS,
+def keep_order(given, ACQUIRES: gl.constexpr, TILE: gl.constexpr):
+    """One of two warps that keep the order of additions, through the steps of block after block: `acquire` if ACQUIRES,
     else `release`.
     """
-    notes, of_blocks, order, turns, group, n_slots_q = given
-    full, empty = of_blocks
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
-    i_block, _, _, _, visits, waits = read_block(notes, full, i_item, SLOTS, 1)
-    while i_block >= 0:
-        first_sum, last, n_visits, first_visit = visits
-        mbarrier.arrive(empty.index(i_item % SLOTS), count=1)
-        for _ in range(0, group, heads_of_sweep(group, SWEEPS)):
-            for i_step in range(n_visits):
-                i_visit = last - i_step
-                p_turn = turns + (first_sum + i_visit)
-                if GRANTS:
-                    is_first = meets_first(i_visit, first_visit, i_block, HAS_LEFT)
-                    grant(order, done + i_step, p_turn, i_block, waits & (not is_first))
+    block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 1)
+    while block.i_block >= 0:
+        visits = block.visits
+        first_acc = visits.first_acc
+        given.blocks.release(ring_at(i_item, TILE.SLOTS))
+        for _ in range(0, given.group, heads_of_sweep(given.group, TILE.SWEEPS)):
+            for i_step in range(visits.count):
+                i_visit = visits.last - i_step
+                p_semaphore = given.semaphores + (first_acc + i_visit)
+                if ACQUIRES:
+                    is_first = meets_first(i_visit, visits.first_from, block.i_block, given.limits)
+                    given.order.acquire(done + i_step, p_semaphore, block.i_block, block.waits & (not is_first))
                 else:
-                    release(order, done + i_step, p_turn, i_block)
-            done += n_visits
-            first_sum += n_slots_q
+                    given.order.release(done + i_step, p_semaphore, block.i_block)
+            done += visits.count
+            first_acc += given.n_slots_q
         i_item += 1
-        i_block, _, _, _, visits, waits = read_block(notes, full, i_item, SLOTS, 1)
+        block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 1)

@@ -1,171 +1,222 @@
-"""Items of the forward for Hopper: which there are and in which order, the key tiles that each reaches, and the warp
-that fetches them.
+"""Work items of the forward for Hopper: which there are and in which order, the key tiles that each reaches, and the
+warp that fetches them.
+
+An item is a query tile of one head: 64 rows for each of GROUPS warpgroups. CTAs are persistent, one an SM, and take
+item after item: every n-th, or the next from a work counter in global memory. Only the fetching warp computes what an
+item is; it tells the warpgroups through a mailbox in shared memory.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._device.hopper.ring import load_tile, next_stage, thread_barrier, write_note
+from tilewise.ops._device.hopper.ring import HeadRows, first_of_ring, load_tile, thread_barrier
 from tilewise.ops._device.mask import key_range
 from tilewise.ops._device.records import Window
 from tilewise.ops._device.varlen import find_tile, sequence_bounds
 
 # Rows of one warpgroup.
 ROWS = gl.constexpr(64)
-# What the fetching warp notes of an item: first row (-1 where none is left), head, batch entry, the sequence's first
-# token, queries, keys.
-FIELDS = gl.constexpr(6)
+
+
+class ItemSizes(NamedTuple):
+    """What says which items there are, and in which order they come."""
+
+    n_batch: Any
+    n_tiles: Any
+    """Query tiles of a head; of all packed sequences together."""
+    n_heads: Any
+    n_all_heads: Any
+    """Of all batch entries."""
+    together: Any
+    """Heads that are walked side by side."""
+    group: Any
+    """GQA group size."""
+    n_queries: Any
+    n_keys: Any
+
+
+class Item(NamedTuple):
+    """A work item: its first row (-1: no item is left), head, batch entry, and its sequence."""
+
+    row: Any
+    i_h: Any
+    i_b: Any
+    start: Any
+    """The sequence's first query token."""
+    n_queries: Any
+    n_keys: Any
+
+
+# A message in the mailbox is an item.
+ITEM_FIELDS = gl.constexpr(Item(*range(len(Item._fields))))
+ITEM_SIZE = gl.constexpr(len(Item._fields))
+
+
+class KeyTiles(NamedTuple):
+    """Key tiles `first .. end`, of which `whole_first .. whole_end` need no mask."""
+
+    first: Any
+    whole_first: Any
+    whole_end: Any
+    end: Any
+
+
+class ItemFetch(NamedTuple):
+    """What the fetching warp works with."""
+
+    q: Any
+    k: Any
+    v: Any
+    shared: Any
+    sizes: Any
+    limits: Any
+    offsets: Any
+    counter: Any
 
 
 @gluon.jit
-def locate_item(item, sizes, cu_q, cu_k, LAST_FIRST: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr):
-    """First row, head, batch entry, first query token, queries, first key token and keys for an item.
+def post_item(mailbox, slot, item):
+    """Write an item into the mailbox, in a partition of one warp."""
+    mailbox.put(slot, mailbox.FIELDS.row, item.row)
+    mailbox.put(slot, mailbox.FIELDS.i_h, item.i_h)
+    mailbox.put(slot, mailbox.FIELDS.i_b, item.i_b)
+    mailbox.put(slot, mailbox.FIELDS.start, item.start)
+    mailbox.put(slot, mailbox.FIELDS.n_queries, item.n_queries)
+    mailbox.put(slot, mailbox.FIELDS.n_keys, item.n_keys)
+    thread_barrier()
+
+
+@gluon.jit
+def read_item(mailbox, slot, WARPS: gl.constexpr):
+    """The item in a slot, in a partition of WARPS warps; where none is left, one with -1 queries."""
+    row = mailbox.get(slot, mailbox.FIELDS.row, WARPS)
+    i_h = mailbox.get(slot, mailbox.FIELDS.i_h, WARPS)
+    i_b = mailbox.get(slot, mailbox.FIELDS.i_b, WARPS)
+    start = mailbox.get(slot, mailbox.FIELDS.start, WARPS)
+    n_queries = mailbox.get(slot, mailbox.FIELDS.n_queries, WARPS)
+    n_keys = mailbox.get(slot, mailbox.FIELDS.n_keys, WARPS)
+    # All threads have read the message before one of them lets go of the slot.
+    thread_barrier()
+    return Item(row, i_h, i_b, start, gl.where(row >= 0, n_queries, -1), n_keys)
+
+
+@gluon.jit
+def locate_item(number, sizes, offsets, LAST_FIRST: gl.constexpr, TILE: gl.constexpr):
+    """An item by its number, and the first key token of its sequence.
 
     Heads (of all batch entries) come `together` at a time; of those, all tiles with the same number are neighbours,
-    LAST_FIRST from the last tile
-    down: under a causal mask the longest come first. A packed item may be a slot past its sequence's last tile: its
-    first row is then not below the number of queries.
+    LAST_FIRST from the last tile down: under a causal mask the longest come first. A packed item may be a slot past its
+    sequence's last tile: its first row is then not below the number of queries.
     """
-    n_batch, n_tiles, n_heads, n_all_heads, together, _, n_queries, n_keys = sizes
-    i_part = item // (n_tiles * together)
-    first = i_part * together
-    here = gl.minimum(together, n_all_heads - first)
-    rest = item - i_part * (n_tiles * together)
+    i_part = number // (sizes.n_tiles * sizes.together)
+    first = i_part * sizes.together
+    here = gl.minimum(sizes.together, sizes.n_all_heads - first)
+    rest = number - i_part * (sizes.n_tiles * sizes.together)
     i_tile = rest // here
     i_bh = first + rest % here
     if LAST_FIRST:
-        i_tile = n_tiles - 1 - i_tile
-    i_b = i_bh // n_heads
-    i_h = i_bh % n_heads
+        i_tile = sizes.n_tiles - 1 - i_tile
+    i_b = i_bh // sizes.n_heads
+    i_h = i_bh % sizes.n_heads
     start_q = 0
     start_k = 0
-    if PACKED:
-        i_b, i_tile = find_tile(cu_q, i_tile, n_batch, n_queries, BLOCK_M)
-        start_q, n_queries = sequence_bounds(cu_q, i_b, n_queries)
-        start_k, n_keys = sequence_bounds(cu_k, i_b, n_keys)
+    n_queries = sizes.n_queries
+    n_keys = sizes.n_keys
+    if TILE.PACKED:
+        i_b, i_tile = find_tile(offsets.q, i_tile, sizes.n_batch, n_queries, TILE.GROUPS * ROWS)
+        start_q, n_queries = sequence_bounds(offsets.q, i_b, n_queries)
+        start_k, n_keys = sequence_bounds(offsets.k, i_b, n_keys)
         i_b = 0
-    return i_tile * BLOCK_M, i_h, i_b, start_q, n_queries, start_k, n_keys
+    return Item(i_tile * (TILE.GROUPS * ROWS), i_h, i_b, start_q, n_queries, n_keys), start_k
 
 
 @gluon.jit
-def key_tiles(
-    i_m,
-    n_queries,
-    n_keys,
-    window,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Numbers of key tiles that the item reaches: the first, the first and the one past the last that need no mask, the
-    one past the last of all.
+def key_tiles(row, n_queries, n_keys, limits, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The key tiles that rows `row .. row + BLOCK_M` reach."""
+    window = Window(limits.left, limits.right, n_keys - n_queries)
+    runs = key_range(row, n_keys, window, BLOCK_M, BLOCK_N)
+    return KeyTiles(
+        runs.low // BLOCK_N, runs.full_low // BLOCK_N, runs.full_high // BLOCK_N, gl.cdiv(runs.high, BLOCK_N)
+    )
+
+
+@gluon.jit
+def own_tiles(row, first, end, item, limits, BLOCK_N: gl.constexpr):
+    """Of an item's key tiles `first .. end` those that one warpgroup's rows from `row` on reach; none where there is no
+    such row.
     """
-    left, right = window
-    limits = Window(left if LEFT else None, right if RIGHT else None, n_keys - n_queries)
-    low, full_low, full_high, high = key_range(i_m, n_keys, limits, BLOCK_M, BLOCK_N)
-    return low // BLOCK_N, full_low // BLOCK_N, full_high // BLOCK_N, gl.cdiv(high, BLOCK_N)
+    tiles = key_tiles(row, item.n_queries, item.n_keys, limits, ROWS, BLOCK_N)
+    own_end = gl.where(row < item.n_queries, gl.minimum(gl.maximum(tiles.end, first), end), first)
+    own_first = gl.minimum(gl.maximum(tiles.first, first), own_end)
+    return KeyTiles(own_first, tiles.whole_first, tiles.whole_end, own_end)
 
 
 @gluon.jit
-def own_tiles(
-    row, first, end, n_queries, n_keys, window, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """The same for one warpgroup's rows from `row` on, of the item's tiles `first .. end`; none where there is no such
-    row.
-    """
-    own_first, whole_first, whole_end, own_end = key_tiles(row, n_queries, n_keys, window, LEFT, RIGHT, ROWS, BLOCK_N)
-    own_end = gl.where(row < n_queries, gl.minimum(gl.maximum(own_end, first), end), first)
-    return gl.minimum(gl.maximum(own_first, first), own_end), whole_first, whole_end, own_end
-
-
-@gluon.jit
-def fetch_step(
-    given,
-    stage,
-    phase,
-    place,
-    row,
-    HAS_K: gl.constexpr,
-    HAS_V: gl.constexpr,
-    PACKED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Start to read what a step multiplies with, once its buffers are free: K from `row` on, and of V the tile before,
+def fetch_step(given, ring, keys, row, HAS_K: gl.constexpr, HAS_V: gl.constexpr, TILE: gl.constexpr):
+    """Start to read what a step multiplies with, once its buffers are empty: K from `row` on, and of V the tile before,
     which lies after it.
     """
-    k_desc, v_desc, k_tiles, v_tiles, full, empty = given
-    i_b, i_h, start, n_keys = place
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(
-        full.index(stage), (k_desc.block_type.nbytes if HAS_K else 0) + (v_desc.block_type.nbytes if HAS_V else 0)
-    )
+    shared = given.shared
+    shared.steps.wait_empty(ring)
+    shared.steps.expect(ring, (given.k.block_type.nbytes if HAS_K else 0) + (given.v.block_type.nbytes if HAS_V else 0))
+    full = shared.steps.full.index(ring.stage)
     if HAS_K:
-        load_tile(k_desc, k_tiles.index(stage), full.index(stage), i_b, i_h, start, n_keys, row, PACKED)
+        load_tile(given.k, shared.k.index(ring.stage), full, keys, row, TILE.PACKED)
     if HAS_V:
-        load_tile(v_desc, v_tiles.index(stage), full.index(stage), i_b, i_h, start, n_keys, row + BLOCK_N, PACKED)
+        load_tile(given.v, shared.v.index(ring.stage), full, keys, row + TILE.BLOCK_N, TILE.PACKED)
 
 
 @gluon.jit
-def fetch_queries(desc, tiles, notes, q_full, q_empty, slot, turn, item, GROUPS: gl.constexpr, PACKED: gl.constexpr):
-    """Start to read an item's Q into its slot, once that is free, and note what the item is."""
-    i_m, i_h, i_b, start, n_queries, _ = item
-    mbarrier.wait(q_empty.index(slot), turn ^ 1)
-    for FIELD in gl.static_range(FIELDS):
-        write_note(notes, slot * FIELDS + FIELD, item[FIELD])
-    thread_barrier()
-    mbarrier.expect(q_full.index(slot), GROUPS * desc.block_type.nbytes)
-    for w in gl.static_range(GROUPS):
-        load_tile(
-            desc, tiles.index(slot * GROUPS + w), q_full.index(slot), i_b, i_h, start, n_queries, i_m + w * ROWS, PACKED
-        )
+def fetch_queries(given, slot, item, TILE: gl.constexpr):
+    """Start to read an item's Q into its slot, once that is empty, and post the item."""
+    GROUPS: gl.constexpr = TILE.GROUPS
+    shared = given.shared
+    rows = HeadRows(item.i_b, item.i_h, item.start, item.n_queries)
+    shared.items.wait_empty(slot)
+    post_item(shared.mailbox, slot.stage, item)
+    shared.items.expect(slot, GROUPS * given.q.block_type.nbytes)
+    full = shared.items.full.index(slot.stage)
+    for W in gl.static_range(GROUPS):
+        buffer = shared.q.index(slot.stage * GROUPS + W)
+        load_tile(given.q, buffer, full, rows, item.row + W * ROWS, TILE.PACKED)
 
 
 @gluon.jit
-def fetch_items(
-    given, GROUPS: gl.constexpr, SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PACKED: gl.constexpr, TICKETS: gl.constexpr,
-):  # fmt: skip
-    """The fetching warp: item after item, Q, and for each step a tile of K with the tile of V before it, for they are
+def fetch_items(given, TILE: gl.constexpr):
+    """The fetching warp: item after item, Q, and for each step a tile of K with the tile of V before it, for those are
     multiplied side by side.
     """
-    descs, tiles, notes, barriers, sizes, window, cu_q, cu_k, counter = given
-    q_desc, k_desc, v_desc = descs
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, full, empty = barriers
-    ring = (k_desc, v_desc, k_tiles, v_tiles, full, empty)
-    _, n_tiles, _, n_all_heads, _, group, _, _ = sizes
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    item = gl.program_id(0)
-    while item < n_tiles * n_all_heads:
-        i_m, i_h, i_b, start_q, n_queries, start_k, n_keys = locate_item(
-            item, sizes, cu_q, cu_k, RIGHT, PACKED, GROUPS * ROWS
-        )
-        if i_m < n_queries:
-            first, _, _, end = key_tiles(i_m, n_queries, n_keys, window, LEFT, RIGHT, GROUPS * ROWS, BLOCK_N)
-            place = (i_b, i_h // group, start_k, n_keys)
+    sizes = given.sizes
+    limits = given.limits
+    ring = first_of_ring(TILE.STAGES)
+    slot = first_of_ring(TILE.SLOTS)
+    number = gl.program_id(0)
+    while number < sizes.n_tiles * sizes.n_all_heads:
+        item, start_k = locate_item(number, sizes, given.offsets, limits.right is not None, TILE)
+        if item.row < item.n_queries:
+            tiles = key_tiles(item.row, item.n_queries, item.n_keys, limits, TILE.GROUPS * ROWS, TILE.BLOCK_N)
+            first = tiles.first
+            end = tiles.end
+            keys = HeadRows(item.i_b, item.i_h // sizes.group, start_k, item.n_keys)
             if first < end:
-                fetch_step(ring, stage, phase, place, (end - 1) * BLOCK_N, True, False, PACKED, BLOCK_N)
-                stage, phase = next_stage(stage, phase, STAGES)
-            noted = (i_m, i_h, i_b, start_q, n_queries, n_keys)
-            fetch_queries(q_desc, q_tiles, notes, q_full, q_empty, slot, turn, noted, GROUPS, PACKED)
-            slot, turn = next_stage(slot, turn, SLOTS)
+                fetch_step(given, ring, keys, (end - 1) * TILE.BLOCK_N, True, False, TILE)
+                ring = ring.advance()
+            fetch_queries(given, slot, item, TILE)
+            slot = slot.advance()
             for i in range(first + 1, end):
-                fetch_step(ring, stage, phase, place, (end - 1 - i + first) * BLOCK_N, True, True, PACKED, BLOCK_N)
-                stage, phase = next_stage(stage, phase, STAGES)
+                fetch_step(given, ring, keys, (end - 1 - i + first) * TILE.BLOCK_N, True, True, TILE)
+                ring = ring.advance()
             if first < end:
-                fetch_step(ring, stage, phase, place, (first - 1) * BLOCK_N, False, True, PACKED, BLOCK_N)
-                stage, phase = next_stage(stage, phase, STAGES)
-        if TICKETS:
-            # Taken as late as can be: who has done its items takes the next, whatever they took.
-            item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+                fetch_step(given, ring, keys, (first - 1) * TILE.BLOCK_N, False, True, TILE)
+                ring = ring.advance()
+        if given.counter is not None:
+            # Taken as late as can be: a CTA that has done its items takes the next, however long they were.
+            number = gl.num_programs(0) + gl.atomic_add(given.counter, 1, sem="relaxed")
         else:
-            item += gl.num_programs(0)
-    mbarrier.wait(q_empty.index(slot), turn ^ 1)
-    write_note(notes, slot * FIELDS, -1)
+            number += gl.num_programs(0)
+    given.shared.items.wait_empty(slot)
+    given.shared.mailbox.put(slot.stage, given.shared.mailbox.FIELDS.row, -1)
     thread_barrier()
-    mbarrier.arrive(q_full.index(slot), count=1)
+    given.shared.items.fill(slot)

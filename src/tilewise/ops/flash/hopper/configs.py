@@ -11,8 +11,8 @@ from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import TINY_KEYS, Problem
 
 Direction = Literal["forward", "backward"]
-# In which order blocks of keys add to the sums of dQ: a fixed one, or freely, to tiles that the first block opens in
-# time or that are cleared before.
+# In which order blocks of keys add to the accumulators of dQ: a fixed one, or freely, to accumulators that the first
+# block zeroes lazily (opened) or that are zeroed up front (cleared).
 Order = Literal["fixed", "opened", "cleared"]
 
 ARCHITECTURE = 90
@@ -176,9 +176,9 @@ def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
     return 2 * rows
 
 
-def heads_together(heads: int, group: int, bytes_a_key_head: int, limited: bool) -> int:
+def heads_together(heads: int, group: int, bytes_a_kv_head: int, limited: bool) -> int:
     """How many of `heads` (of all batch entries) are walked side by side, tile by tile, in groups of `group` for each
-    key head.
+    KV head.
 
     Where keys to the right are masked (`limited`), items differ in length: heads side by side let the longest items of
     several heads come first, so that short ones fill the gaps at the end; as many as keep K and V in the L2 cache. Else
@@ -186,4 +186,4 @@ def heads_together(heads: int, group: int, bytes_a_key_head: int, limited: bool)
     """
     if not limited:
         return 1
-    return max(1, min(heads, group * max(1, CACHED_BYTES // max(1, bytes_a_key_head))))
+    return max(1, min(heads, group * max(1, CACHED_BYTES // max(1, bytes_a_kv_head))))

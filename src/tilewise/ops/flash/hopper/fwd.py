@@ -1,48 +1,132 @@
-"""Flash attention forward for Hopper, in Gluon: TMA and the matrix units driven by warps with a job each, one program a
-processor.
+"""Flash attention forward for Hopper, in Gluon: warp-specialised, TMA and wgmma, one persistent CTA an SM.
 
-Tile plan, one item a query tile of 64 · GROUPS rows of one head: warpgroups of 64 rows each keep their Q in shared
-memory, and O, with the scores of one key tile, in registers; one warp more fetches (`_device.hopper.work`): Q, into
-SLOTS places in turn, and in a ring of STAGES buffers for each step BLOCK_N rows of K with the rows of V of the tile
-before, for the next item too while this one ends. A step starts the scores of its tile and the product of the tile
-before, and computes the softmax; the first scores of the next item are computed while O leaves. A step is a chain of
-waits that the other warpgroups' steps fill only in part: so there is one barrier to wait for and one to arrive at in
-it, and a row's sum is added up over threads once, at the end. Key tiles are walked from the last to the first: the tile
-at a causal diagonal, or past the last key, comes first, and is masked if anything is; tiles that need no mask have a
-loop of their own, and those that a warpgroup's own rows do not reach go by.
-Operations: 2 · 64 · GROUPS · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each
-query tile, from the L2 cache for all but the first. On chip: 64 · GROUPS · (SLOTS · D + Dv) + STAGES · BLOCK_N · (D +
-Dv) elements of shared memory (one slot, and O in Q's place, where that is too much); (BLOCK_N · 3/2 + Dv) / 2 registers
-a thread for scores, probabilities and O.
+Tile plan. A work item is a query tile of 64 · GROUPS rows of one head. Each of GROUPS warpgroups owns 64 of its rows:
+their Q in shared memory, O and the scores of one key tile in registers. One more warp fetches (`_device.hopper.work`):
+Q into one of SLOTS slots, and for each step BLOCK_N rows of K, with the rows of V of the tile before, into a ring of
+STAGES buffers; it runs ahead into the next item while this one ends.
+
+A step. It starts S = Q Kᵀ of its key tile and O += P V of the tile before, then computes the softmax of S while the
+second product runs. The first S of the next item is computed while O is stored. A step is a chain of waits, which the
+steps of the other warpgroups fill only in part: so it has one barrier to wait for and one to arrive at, and a row's sum
+is reduced over threads once, at the end.
+
+Masks. Key tiles are walked from the last to the first. The tile at a causal diagonal, or past the last key, comes first
+and is masked if any is. Tiles that need no mask have a loop of their own. Tiles that a warpgroup's rows do not reach,
+but those of another do, are skipped.
+
+Costs. FLOPs: 2 · 64 · GROUPS · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each
+query tile, all but the first from the L2 cache. Shared memory: 64 · GROUPS · (SLOTS · D + Dv) + STAGES · BLOCK_N · (D +
+Dv) elements (one slot, and O in Q's place, where that is too much). Registers a thread: (BLOCK_N · 3/2 + Dv) / 2 for
+scores, probabilities and O.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewise.ops._device.hopper.ring import (
-    allocate_barriers,
-    allocate_notes,
+    HeadRows,
+    allocate_mailbox,
+    allocate_ring,
     allocate_tiles,
     as_matrix,
-    next_stage,
-    read_note,
+    first_of_ring,
     store_tile,
     thread_barrier,
 )
-from tilewise.ops._device.hopper.work import FIELDS, ROWS, fetch_items, key_tiles, own_tiles
+from tilewise.ops._device.hopper.work import (
+    ITEM_FIELDS,
+    ITEM_SIZE,
+    ROWS,
+    ItemFetch,
+    ItemSizes,
+    fetch_items,
+    key_tiles,
+    own_tiles,
+    read_item,
+)
 from tilewise.ops._device.mask import keep
-from tilewise.ops._device.records import Window
+from tilewise.ops._device.records import Limits, Window
 from tilewise.ops._device.softmax import cap_scores, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")
+
+
+class ForwardTile(NamedTuple):
+    """What the forward kernel is compiled for."""
+
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_N: int
+    STAGES: int
+    """Buffers of the ring of K and V."""
+    GROUPS: int
+    """Warpgroups, of 64 query rows each."""
+    SLOTS: int
+    """Items whose Q is in shared memory at a time."""
+    O_IN_Q: bool
+    """Whether O leaves from where Q was: with one slot only."""
+    PACKED: bool
+    MASK_LAST: bool
+    """Whether the last key tile needs a mask."""
+    SIGN: int
+    """Of the scale: the row maximum is taken before scaling, which wants a positive one."""
+    REGISTERS: int
+    """Of a thread of a warpgroup."""
+    REGISTERS_FETCH: int
+
+
+class Shared(NamedTuple):
+    """A CTA's shared memory: tiles, the mailbox, and the barriers of the slots of Q and of the ring of K and V."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    mailbox: Any
+    items: Any
+    steps: Any
+
+
+class Attending(NamedTuple):
+    """What a warpgroup works with."""
+
+    o: Any
+    lse: Any
+    shared: Any
+    n_heads: Any
+    n_queries: Any
+    """Of all packed sequences together."""
+    limits: Any
+    scales: Any
+
+
+class Begun(NamedTuple):
+    """An item whose first scores are on their way: the product, the item, key tiles `first .. end` of all its rows, and
+    those of this warpgroup's.
+    """
+
+    s_running: Any
+    item: Any
+    first: Any
+    end: Any
+    own: Any
+
+
+class Softmax(NamedTuple):
+    """A warpgroup's running row maximum, row sums (those of `thread_sums`, until the end) and O."""
+
+    m: Any
+    l: Any
+    acc: Any
 
 
 @gluon.jit
@@ -53,377 +137,247 @@ def thread_sums(b_p):
 
 
 @gluon.jit
-def probabilities(
-    b_s, m, l, o_m, row, off, n_keys, window, scales, SIGN: gl.constexpr, CAPPED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax over the scores of the key tile from `row` on; the sums `l` are those of
-    `thread_sums`, until the end.
-    """
-    scale_log2, score_scale = scales
-    left, right = window
-    if SIGN != 1:
+def probabilities(b_s, m, l, item, o_m, o_key, given, MASKED: gl.constexpr, TILE: gl.constexpr):
+    """One step of the online softmax over the scores of the key tile from key `o_key` on."""
+    limits = given.limits
+    if TILE.SIGN != 1:
         # The row maximum is taken before scaling, which wants a positive scale: its sign (or 0) goes into the scores.
-        b_s = b_s * SIGN
-    b_s = cap_scores(b_s, score_scale if CAPPED else None)
+        b_s = b_s * TILE.SIGN
+    b_s = cap_scores(b_s, given.scales.score_scale)
     if MASKED:
-        o_n = row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        o_n = o_key + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, b_s.type.layout))
         m_keep = keep(
             gl.expand_dims(o_m, 1),
             gl.expand_dims(o_n, 0),
-            n_keys,
-            Window(left if LEFT else None, right if RIGHT else None, off),
+            item.n_keys,
+            Window(limits.left, limits.right, item.n_keys - item.n_queries),
         )
         b_s = gl.where(m_keep, b_s, float("-inf"))
-    b_p, m, rescale = online_softmax_terms(b_s, m, scale_log2, MASKED)
+    b_p, m, rescale = online_softmax_terms(b_s, m, given.scales.scale_log2, MASKED)
     l = l * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout)), 1) + thread_sums(b_p)
     return b_p, m, l, rescale
 
 
 @gluon.jit
-def write_rows(
-    o_desc,
-    o_tile,
-    lse,
-    acc,
-    m,
-    l,
-    item,
-    row,
-    n_heads,
-    n_all_queries,
-    DV: gl.constexpr,
-    O_IN_Q: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup's rows of O and LSE from its final sums: 0 and -inf for a row that saw nothing.
 
     O is on its way when this returns.
     """
-    i_h, i_b, start, n_queries = item
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    acc = state.acc
+    m = state.m
+    l = gl.convert_layout(gl.sum(state.l, 1), m.type.layout)
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = gl.where(seen, l, 1.0)
     b_lse = gl.where(seen, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
     o_m = row + gl.arange(0, ROWS, l.type.layout)
-    p_lse = lse + (gl.cast(i_b, gl.int64) * n_heads + i_h) * n_all_queries + start
-    gl.store(p_lse + o_m, b_lse, mask=o_m < n_queries)
+    p_lse = given.lse + (gl.cast(item.i_b, gl.int64) * given.n_heads + item.i_h) * given.n_queries + item.start
+    gl.store(p_lse + o_m, b_lse, mask=o_m < item.n_queries)
     inverse = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
     b_o = acc * gl.expand_dims(inverse, 1)
-    if not O_IN_Q:
+    o_tile = given.shared.o.index(W)
+    if not TILE.O_IN_Q:
         # The copy of the last item's rows may still read the buffer.
         tma.store_wait(0)
-    # Whoever waited for that, or for the last product with Q, is one warp of four.
+    # One warp of four has waited for that, or for the last product with Q.
     thread_barrier()
-    as_matrix(o_tile, ROWS, DV).store(b_o.to(o_desc.dtype))
+    as_matrix(o_tile, ROWS, TILE.BLOCK_DV).store(b_o.to(given.o.dtype))
     fence_async_shared()
     thread_barrier()
-    store_tile(o_desc, o_tile, i_b, i_h, start, n_queries, row, PACKED)
+    store_tile(given.o, o_tile, HeadRows(item.i_b, item.i_h, item.start, item.n_queries), row, TILE.PACKED)
+
+
+@gluon.jit
+def start_scores(b_q, k_tile, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """S of a warpgroup's rows and a key tile, on its way."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    b_kT = as_matrix(k_tile, BLOCK_N, TILE.BLOCK_D).permute((1, 0))
+    # [M, D] @ [D, N] -> [M, N]
+    return warpgroup_mma(b_q, b_kT, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def attend_tile(
-    acc, b_p, m, l, b_q, tiles, barriers, ring, o_m, row, off, n_keys, window, scales,
-    SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
-):  # fmt: skip
+    state, b_p, b_q, item, o_m, o_key, ring, given, MASKED: gl.constexpr, TILE: gl.constexpr, S_LAYOUT: gl.constexpr
+):
     """One key tile: its scores and their softmax, and the product with the values of the tile before it."""
-    k_tiles, v_tiles = tiles
-    full, empty = barriers
-    stage, phase = ring
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    mbarrier.wait(full.index(stage), phase)
-    # [M, D] @ [D, N] -> [M, N]
-    s_running = warpgroup_mma(
-        b_q, as_matrix(k_tiles.index(stage), BLOCK_N, BLOCK_D).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    shared = given.shared
+    shared.steps.wait_full(ring)
+    s_running = start_scores(b_q, shared.k.index(ring.stage), TILE, S_LAYOUT)
+    b_v = as_matrix(shared.v.index(ring.stage), TILE.BLOCK_N, TILE.BLOCK_DV)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc_running = warpgroup_mma(b_p, as_matrix(v_tiles.index(stage), BLOCK_N, BLOCK_DV), acc, is_async=True)
+    acc_running = warpgroup_mma(b_p, b_v, state.acc, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(s_running,))
-    p32, m, l, rescale = probabilities(
-        b_s, m, l, o_m, row, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, MASKED, BLOCK_N, S_LAYOUT,
-    )  # fmt: skip
+    p32, m, l, rescale = probabilities(b_s, state.m, state.l, item, o_m, o_key, given, MASKED, TILE)
     acc = warpgroup_mma_wait(0, deps=(acc_running,))
-    # Here and below Triton has all threads of the warpgroup meet before the one that arrives does.
-    mbarrier.arrive(empty.index(stage), count=1)
+    shared.steps.release(ring)
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
     b_p = gl.convert_layout(p32.to(b_q.dtype), b_p.type.layout)
-    return acc, b_p, m, l
+    return Softmax(m, l, acc), b_p
 
 
 @gluon.jit
-def pass_steps(barriers, stage, phase, count, STAGES: gl.constexpr):
-    """Let `count` steps go by that other warpgroups need and this one does not: their tiles are given back as soon as
-    they are there.
+def skip_steps(steps, ring, count):
+    """Skip `count` steps that other warpgroups need and this one does not: release their buffers as soon as they are
+    full.
     """
-    full, empty = barriers
     for _ in range(count):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = next_stage(stage, phase, STAGES)
-    return stage, phase
+        steps.wait_full(ring)
+        steps.release(ring)
+        ring = ring.advance()
+    return ring
 
 
 @gluon.jit
-def attend_item(
-    b_s, acc, m, l, b_q, tiles, barriers, stage, phase, o_m, ends, off, n_keys, window, scales,
-    STAGES: gl.constexpr, SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    MASK_LAST: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def attend_item(b_s, state, b_q, item, tiles, o_m, ring, given, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
     """All key tiles that a warpgroup's rows of an item reach, at least one, from its scores on: from the last to the
     first, masked, whole, masked.
     """
-    _, v_tiles = tiles
-    full, empty = barriers
-    first, whole_first, whole_end, end = ends
-    mbarrier.arrive(empty.index(stage), count=1)
-    stage, phase = next_stage(stage, phase, STAGES)
+    shared = given.shared
+    limits = given.limits
+    end = tiles.end
+    shared.steps.release(ring)
+    ring = ring.advance()
     p32, m, l, _ = probabilities(
-        b_s, m, l, o_m, (end - 1) * BLOCK_N, off, n_keys, window, scales, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST,
-        BLOCK_N, S_LAYOUT,
-    )  # fmt: skip
-    b_p = gl.convert_layout(p32.to(b_q.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-    masked = gl.maximum(end - whole_end, 1)
-    whole = gl.maximum(end - whole_first, masked)
-    steps = (1, masked, whole, end - first)
-    for PART in gl.static_range(3):
-        # Without a limit to the right only the last tile needs a mask there.
-        if PART == 1 or (RIGHT if PART == 0 else LEFT):
-            for i in range(steps[PART], steps[PART + 1]):
-                acc, b_p, m, l = attend_tile(
-                    acc, b_p, m, l, b_q, tiles, barriers, (stage, phase), o_m, (end - 1 - i) * BLOCK_N, off, n_keys,
-                    window, scales, SIGN, CAPPED, LEFT, RIGHT, PART != 1, BLOCK_D, BLOCK_DV, BLOCK_N, S_LAYOUT,
-                )  # fmt: skip
-                stage, phase = next_stage(stage, phase, STAGES)
-    mbarrier.wait(full.index(stage), phase)
+        b_s, state.m, state.l, item, o_m, (end - 1) * TILE.BLOCK_N, given, TILE.MASK_LAST, TILE
+    )
+    state = Softmax(m, l, state.acc)
+    b_p = gl.convert_layout(p32.to(b_q.dtype), gl.DotOperandLayout(0, state.acc.type.layout, 2))
+    masked = gl.maximum(end - tiles.whole_end, 1)
+    whole = gl.maximum(end - tiles.whole_first, masked)
+    # Without a limit to the right only the last tile needs a mask there.
+    if limits.right is not None:
+        for i in range(1, masked):
+            o_key = (end - 1 - i) * TILE.BLOCK_N
+            state, b_p = attend_tile(state, b_p, b_q, item, o_m, o_key, ring, given, True, TILE, S_LAYOUT)
+            ring = ring.advance()
+    for i in range(masked, whole):
+        o_key = (end - 1 - i) * TILE.BLOCK_N
+        state, b_p = attend_tile(state, b_p, b_q, item, o_m, o_key, ring, given, False, TILE, S_LAYOUT)
+        ring = ring.advance()
+    if limits.left is not None:
+        for i in range(whole, end - tiles.first):
+            o_key = (end - 1 - i) * TILE.BLOCK_N
+            state, b_p = attend_tile(state, b_p, b_q, item, o_m, o_key, ring, given, True, TILE, S_LAYOUT)
+            ring = ring.advance()
+    shared.steps.wait_full(ring)
+    b_v = as_matrix(shared.v.index(ring.stage), TILE.BLOCK_N, TILE.BLOCK_DV)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc = warpgroup_mma(b_p, as_matrix(v_tiles.index(stage), BLOCK_N, BLOCK_DV), acc, is_async=True)
+    acc = warpgroup_mma(b_p, b_v, state.acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(stage), count=1)
-    stage, phase = next_stage(stage, phase, STAGES)
-    return acc, m, l, stage, phase
+    shared.steps.release(ring)
+    return Softmax(state.m, state.l, acc), ring.advance()
 
 
 @gluon.jit
-def begin_item(
-    q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
-    W: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Wait for the next item, let the key tiles before the warpgroup's own go by, and start the scores of its first: of
+def begin_item(given, slot, ring, W: gl.constexpr, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Wait for the next item, skip the key tiles before the warpgroup's own, and start the scores of its first: of
     anything if it has none.
     """
-    full, _ = ring
-    mbarrier.wait(q_full.index(slot), turn)
-    note = slot * FIELDS
-    i_m = read_note(notes, note, 4)
-    item = (
-        read_note(notes, note + 1, 4),
-        read_note(notes, note + 2, 4),
-        read_note(notes, note + 3, 4),
-        read_note(notes, note + 4, 4),
-    )
-    n_keys = read_note(notes, note + 5, 4)
-    # All threads have read the notes before one of them gives them free.
-    thread_barrier()
-    n_queries = gl.where(i_m >= 0, item[3], -1)
-    first, _, _, end = key_tiles(i_m, n_queries, n_keys, window, LEFT, RIGHT, GROUPS * ROWS, BLOCK_N)
-    end = gl.where(i_m >= 0, end, first)
-    own_first, whole_first, whole_end, own_end = own_tiles(
-        i_m + W * ROWS, first, end, n_queries, n_keys, window, LEFT, RIGHT, BLOCK_N
-    )
-    stage, phase = pass_steps(ring, stage, phase, end - own_end, STAGES)
-    some = own_first < own_end
-    if some:
-        mbarrier.wait(full.index(stage), phase)
-    b_q = as_matrix(q_tiles.index(slot * GROUPS + W), ROWS, BLOCK_D)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    # [M, D] @ [D, N] -> [M, N]
-    s_running = warpgroup_mma(
-        b_q, as_matrix(k_tiles.index(stage), BLOCK_N, BLOCK_D).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    return (
-        s_running,
-        i_m,
-        item[0],
-        item[1],
-        item[2],
-        n_queries,
-        n_keys,
-        first,
-        end,
-        own_first,
-        whole_first,
-        whole_end,
-        own_end,
-        stage,
-        phase,
-    )
+    shared = given.shared
+    shared.items.wait_full(slot)
+    item = read_item(shared.mailbox, slot.stage, 4)
+    tiles = key_tiles(item.row, item.n_queries, item.n_keys, given.limits, TILE.GROUPS * ROWS, TILE.BLOCK_N)
+    first = tiles.first
+    end = gl.where(item.row >= 0, tiles.end, first)
+    own = own_tiles(item.row + W * ROWS, first, end, item, given.limits, TILE.BLOCK_N)
+    ring = skip_steps(shared.steps, ring, end - own.end)
+    if own.first < own.end:
+        shared.steps.wait_full(ring)
+    b_q = as_matrix(shared.q.index(slot.stage * TILE.GROUPS + W), ROWS, TILE.BLOCK_D)
+    s_running = start_scores(b_q, shared.k.index(ring.stage), TILE, S_LAYOUT)
+    return Begun(s_running, item, first, end, own), ring
 
 
 @gluon.jit
-def attend_items(
-    given, W: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
-    SIGN: gl.constexpr, CAPPED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, MASK_LAST: gl.constexpr,
-    PACKED: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp notes them; O leaves under the
+def attend_items(given, W: gl.constexpr, TILE: gl.constexpr):
+    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp posts them; O leaves under the
     next one's first scores.
     """
-    o_desc, tiles, notes, barriers, lse, sizes, window, scales = given
-    q_tiles, k_tiles, v_tiles, o_tiles = tiles
-    q_full, q_empty, full, empty = barriers
-    _, _, n_heads, _, _, _, n_all_queries, _ = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    ring = (full, empty)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    (
-        s_running,
-        i_m,
-        i_h,
-        i_b,
-        start,
-        n_queries,
-        n_keys,
-        first,
-        end,
-        own_first,
-        whole_first,
-        whole_end,
-        own_end,
-        stage,
-        phase,
-    ) = begin_item(
-        q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
-        W, GROUPS, STAGES, LEFT, RIGHT, BLOCK_D, BLOCK_N, s_layout,
-    )  # fmt: skip
-    while i_m >= 0:
-        item = (i_h, i_b, start, n_queries)
-        row = i_m + W * ROWS
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        l = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
-        b_s = warpgroup_mma_wait(0, deps=(s_running,))
-        if own_first < own_end:
-            o_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            b_q = as_matrix(q_tiles.index(slot * GROUPS + W), ROWS, BLOCK_D)
-            acc, m, l, stage, phase = attend_item(
-                b_s, acc, m, l, b_q, (k_tiles, v_tiles), ring, stage, phase, o_m, (own_first, whole_first, whole_end,
-                own_end), n_keys - n_queries, n_keys, window, scales, STAGES, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST,
-                BLOCK_D, BLOCK_DV, BLOCK_N, s_layout,
-            )  # fmt: skip
-        elif first < end:
+    shared = given.shared
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    BLOCK_DV: gl.constexpr = TILE.BLOCK_DV
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    ring = first_of_ring(TILE.STAGES)
+    slot = first_of_ring(TILE.SLOTS)
+    begun, ring = begin_item(given, slot, ring, W, TILE, S_LAYOUT)
+    while begun.item.row >= 0:
+        item = begun.item
+        own = begun.own
+        row = item.row + W * ROWS
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        l = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT))
+        state = Softmax(m, l, gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
+        b_s = warpgroup_mma_wait(0, deps=(begun.s_running,))
+        if own.first < own.end:
+            o_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+            b_q = as_matrix(shared.q.index(slot.stage * TILE.GROUPS + W), ROWS, TILE.BLOCK_D)
+            state, ring = attend_item(b_s, state, b_q, item, own, o_m, ring, given, TILE, S_LAYOUT)
+        elif begun.first < begun.end:
             # The step after the last tile, with its V.
-            stage, phase = pass_steps(ring, stage, phase, 1, STAGES)
-        stage, phase = pass_steps(ring, stage, phase, own_first - first, STAGES)
-        if O_IN_Q:
-            write_rows(
-                o_desc, o_tiles.index(W), lse, acc, m, l, item, row, n_heads, n_all_queries, BLOCK_DV, O_IN_Q, PACKED
-            )
+            ring = skip_steps(shared.steps, ring, 1)
+        ring = skip_steps(shared.steps, ring, own.first - begun.first)
+        if TILE.O_IN_Q:
+            write_rows(given, state, item, row, W, TILE)
             tma.store_wait(0)
             thread_barrier()
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        slot, turn = next_stage(slot, turn, SLOTS)
-        (
-            s_running,
-            i_m,
-            i_h,
-            i_b,
-            start,
-            n_queries,
-            n_keys,
-            first,
-            end,
-            own_first,
-            whole_first,
-            whole_end,
-            own_end,
-            stage,
-            phase,
-        ) = begin_item(
-            q_tiles, k_tiles, notes, q_full, ring, slot, turn, stage, phase, window,
-            W, GROUPS, STAGES, LEFT, RIGHT, BLOCK_D, BLOCK_N, s_layout,
-        )  # fmt: skip
-        if not O_IN_Q:
-            write_rows(
-                o_desc, o_tiles.index(W), lse, acc, m, l, item, row, n_heads, n_all_queries, BLOCK_DV, O_IN_Q, PACKED
-            )
-    warpgroup_mma_wait(0, deps=(s_running,))
+        shared.items.release(slot)
+        slot = slot.advance()
+        begun, ring = begin_item(given, slot, ring, W, TILE, S_LAYOUT)
+        if not TILE.O_IN_Q:
+            write_rows(given, state, item, row, W, TILE)
+    warpgroup_mma_wait(0, deps=(begun.s_running,))
     # The last copies still read shared memory.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def flash_fwd_hopper_kernel(
-    q, k, v, o, lse, counter, cu_q, cu_k, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys,
-    scale_log2, score_scale, left, right,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    O_IN_Q: gl.constexpr, SLOTS: gl.constexpr, MASK_LAST: gl.constexpr, SIGN: gl.constexpr, REGISTERS: gl.constexpr,
-    REGISTERS_FETCH: gl.constexpr,
+    q, k, v, o, lse, counter, offsets, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys,
+    left, right, scales, TILE: gl.constexpr,
 ):  # fmt: skip
-    # Grid: as many programs as processors, or as items where those are fewer.
-    # Owns: one item after the other, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a counter, the
-    # next that nobody has taken.
+    # Grid: one CTA an SM, or one an item where those are fewer.
+    # Owns: one item after the other, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a work counter,
+    # the next that no CTA has taken.
     # Loops over: the key tiles that the item's window reaches, from the last to the first.
     # Writes: the items' rows of o and lse.
     # O is put where the first slot's Q was.
-    gl.static_assert(SLOTS == 1 or not O_IN_Q)
-    LEFT: gl.constexpr = left is not None
-    RIGHT: gl.constexpr = right is not None
-    PACKED: gl.constexpr = cu_q is not None
-    CAPPED: gl.constexpr = score_scale is not None
-    TICKETS: gl.constexpr = counter is not None
-    q_tiles = allocate_tiles(q, SLOTS * GROUPS)
-    k_tiles = allocate_tiles(k, STAGES)
-    v_tiles = allocate_tiles(v, STAGES)
-    o_tiles = q_tiles if O_IN_Q else allocate_tiles(o, GROUPS)
-    notes = allocate_notes(SLOTS * FIELDS)
-    # One warp fills a buffer, all warpgroups empty it.
-    barriers = (
-        allocate_barriers(SLOTS, 1), allocate_barriers(SLOTS, GROUPS), allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, GROUPS),
-    )  # fmt: skip
-    sizes = (n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys)
-    # Partitions take no None: what is missing is a number or pointer that nobody reads.
-    window = (left if LEFT else n_keys, right if RIGHT else n_keys)
-    scales = (scale_log2, score_scale if CAPPED else scale_log2)
-    tiles = (q_tiles, k_tiles, v_tiles, o_tiles)
-    offsets_q, offsets_k, tickets = cu_q if PACKED else lse, cu_k if PACKED else lse, counter if TICKETS else lse
-    fetch = ((q, k, v), (q_tiles, k_tiles, v_tiles), notes, barriers, sizes, window, offsets_q, offsets_k, tickets)
-    attend = (o, tiles, notes, barriers, lse, sizes, window, scales)
-    # fmt: off
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (attend_items, (
-                attend, 0, 2, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV,
-                BLOCK_N,
-            )),
-            (attend_items, (
-                attend, 1, 2, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV,
-                BLOCK_N,
-            )),
-            (fetch_items, (fetch, 2, SLOTS, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
-        ], [4, 1], [REGISTERS, REGISTERS_FETCH])
+    gl.static_assert(TILE.SLOTS == 1 or not TILE.O_IN_Q)
+    q_tiles = allocate_tiles(q, TILE.SLOTS * TILE.GROUPS)
+    k_tiles = allocate_tiles(k, TILE.STAGES)
+    v_tiles = allocate_tiles(v, TILE.STAGES)
+    o_tiles = q_tiles if TILE.O_IN_Q else allocate_tiles(o, TILE.GROUPS)
+    shared = Shared(
+        q=q_tiles,
+        k=k_tiles,
+        v=v_tiles,
+        o=o_tiles,
+        mailbox=allocate_mailbox(TILE.SLOTS, ITEM_FIELDS, ITEM_SIZE),
+        # One warp fills a buffer, all warpgroups empty it.
+        items=allocate_ring(TILE.SLOTS, TILE.GROUPS),
+        steps=allocate_ring(TILE.STAGES, TILE.GROUPS),
+    )
+    sizes = ItemSizes(n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys)
+    limits = Limits(left, right)
+    fetch = ItemFetch(q, k, v, shared, sizes, limits, offsets, counter)
+    attend = Attending(o, lse, shared, n_heads, n_queries, limits, scales)
+    if TILE.GROUPS == 2:
+        gl.warp_specialize(
+            [(attend_items, (attend, 0, TILE)), (attend_items, (attend, 1, TILE)), (fetch_items, (fetch, TILE))],
+            [4, 1],
+            [TILE.REGISTERS, TILE.REGISTERS_FETCH],
+        )
     else:
-        gl.warp_specialize([
-            (attend_items, (
-                attend, 0, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV,
-                BLOCK_N,
-            )),
-            (attend_items, (
-                attend, 1, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV,
-                BLOCK_N,
-            )),
-            (attend_items, (
-                attend, 2, 3, SLOTS, STAGES, O_IN_Q, SIGN, CAPPED, LEFT, RIGHT, MASK_LAST, PACKED, BLOCK_D, BLOCK_DV,
-                BLOCK_N,
-            )),
-            (fetch_items, (fetch, 3, SLOTS, BLOCK_N, STAGES, LEFT, RIGHT, PACKED, TICKETS)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_FETCH])
-    # fmt: on
+        gl.warp_specialize(
+            [
+                (attend_items, (attend, 0, TILE)),
+                (attend_items, (attend, 1, TILE)),
+                (attend_items, (attend, 2, TILE)),
+                (fetch_items, (fetch, TILE)),
+            ],
+            [4, 4, 1],
+            [TILE.REGISTERS, TILE.REGISTERS, TILE.REGISTERS_FETCH],
+        )

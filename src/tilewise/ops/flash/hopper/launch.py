@@ -7,28 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.ops._device.records import Offsets, Scales
 from tilewise.ops._host.hopper import processors, tile_descriptor
 from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import ROWS, Forward
-from tilewise.ops.flash.hopper.fwd import flash_fwd_hopper_kernel
+from tilewise.ops.flash.hopper.fwd import ForwardTile, flash_fwd_hopper_kernel
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
 
 
 def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
-    """In which order items are taken, and by whom: as programs get free where they differ in length, else each program
-    every n-th.
+    """In which order work items are taken: from a work counter where they differ in length, else every n-th by each
+    CTA.
     """
     k, v, q = inputs.k, inputs.v, inputs.q
     limited = inputs.right is not None
-    bytes_a_key_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    tickets = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
+    bytes_a_kv_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    counts = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
     return {
-        "together": hopper_configs.heads_together(inputs.heads, inputs.group, bytes_a_key_head, limited),
-        "counter": q.new_zeros((1,), dtype=torch.int32) if tickets else None,
+        "together": hopper_configs.heads_together(inputs.heads, inputs.group, bytes_a_kv_head, limited),
+        "counter": q.new_zeros((1,), dtype=torch.int32) if counts else None,
     }
 
 
@@ -42,14 +43,31 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
     n_tiles = tile_slots(q.shape[-3], config.block_m, inputs.cu_q)
     n_items = n_tiles * inputs.heads
     registers = hopper_configs.REGISTERS[config.groups]
+    tile = ForwardTile(
+        BLOCK_D=width,
+        BLOCK_DV=value_width,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        GROUPS=config.groups,
+        SLOTS=config.slots,
+        O_IN_Q=config.o_in_q,
+        PACKED=inputs.cu_q is not None,
+        # Without limits, and with whole tiles of keys, no score is masked.
+        MASK_LAST=any(x is not None for x in (inputs.left, inputs.right, inputs.cu_k))
+        or k.shape[-3] % config.block_n != 0,
+        SIGN=1 if softcap or scale > 0 else -1 if scale < 0 else 0,
+        REGISTERS=registers.compute,
+        REGISTERS_FETCH=registers.fetch,
+    )
+    # The kernel's scale must be positive, so that it can take the row maximum first: SIGN goes into the scores.
+    scale_log2 = (softcap or abs(scale) or 1.0) * math.log2(math.e)
     arguments = _order(inputs, n_items) | {
         "q": tile_descriptor(q, ROWS, width),
         "k": tile_descriptor(k, config.block_n, width),
         "v": tile_descriptor(v, config.block_n, value_width),
         "o": tile_descriptor(o, ROWS, value_width),
         "lse": lse,
-        "cu_q": inputs.cu_q,
-        "cu_k": inputs.cu_k,
+        "offsets": Offsets(inputs.cu_q, inputs.cu_k),
         "n_batch": batch_size(q, inputs.cu_q),
         "n_tiles": n_tiles,
         "n_heads": q.shape[-2],
@@ -57,25 +75,10 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "group": inputs.group,
         "n_queries": q.shape[-3],
         "n_keys": k.shape[-3],
-        # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into the
-        # scores.
-        "scale_log2": (softcap or abs(scale) or 1.0) * math.log2(math.e),
-        "score_scale": scale / softcap if softcap else None,
         "left": inputs.left,
         "right": inputs.right,
-        "BLOCK_D": width,
-        "BLOCK_DV": value_width,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.stages,
-        "GROUPS": config.groups,
-        "O_IN_Q": config.o_in_q,
-        "SLOTS": config.slots,
-        # Without limits, and with whole tiles of keys, no score is masked.
-        "MASK_LAST": any(x is not None for x in (inputs.left, inputs.right, inputs.cu_k))
-        or k.shape[-3] % config.block_n != 0,
-        "SIGN": 1 if softcap or scale > 0 else -1 if scale < 0 else 0,
-        "REGISTERS": registers.compute,
-        "REGISTERS_FETCH": registers.fetch,
+        "scales": Scales(scale_log2, scale / softcap if softcap else None, None),
+        "TILE": tile,
         "num_warps": 4,
         "maxnreg": registers.start,
         "enable_fp_fusion": True,

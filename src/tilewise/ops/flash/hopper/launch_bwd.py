@@ -1,13 +1,15 @@
-"""Flash attention's backward on Hopper: prepare, one kernel for all three gradients, and dq from its sums."""
+"""Flash attention's backward on Hopper: prepare, one kernel for all three gradients, and dq from its accumulators."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.ops._device.hopper.blocks import Workspace
+from tilewise.ops._device.records import Offsets, Scales
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
@@ -16,9 +18,14 @@ from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
-from tilewise.ops.flash.hopper.bwd import flash_bwd_hopper_kernel
+from tilewise.ops.flash.hopper.bwd import BackwardTile, flash_bwd_hopper_kernel
 from tilewise.ops.flash.hopper.configs import Backward, Order, choose_backward, padded, sweeps_heads
-from tilewise.ops.flash.hopper.sum import flash_bwd_hopper_finish_kernel, flash_bwd_hopper_prepare_kernel
+from tilewise.ops.flash.hopper.sum import (
+    FinishTile,
+    PrepareTile,
+    flash_bwd_hopper_finish_kernel,
+    flash_bwd_hopper_prepare_kernel,
+)
 
 if TYPE_CHECKING:
     from tilewise.ops.flash.launch import Inputs
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 Index = tuple[slice, ...]
 
 LOG2E = 1.4426950408889634
-# Of a thread, before they are dealt out anew.
+# Of a thread at launch, before warps are given theirs.
 REGISTERS = 168
 # Heads whose blocks are taken side by side. Few, so that they share what is in the L2 cache; but a head's next block
 # must begin two steps or more after the one before it, whose additions it follows: the shorter blocks are, the more
@@ -34,8 +41,8 @@ REGISTERS = 168
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
 # Keys of a sequence from which on a free order was faster in most cases.
 FREE_KEYS = 8192
-# Bytes of sums of dQ that there should be at a time: what needs more is worked on in parts, one after the other.
-MOST_SUMS = 1 << 30
+# Bytes of accumulators of dQ that there should be at a time: what needs more is processed in chunks.
+MOST_BYTES = 1 << 30
 STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -52,7 +59,7 @@ def fits(inputs: Inputs) -> bool:
 
 
 def leaves_idle(inputs: Inputs) -> bool:
-    """Whether there are so few blocks of keys that a quarter of the processors or more would have nothing to do."""
+    """Whether there are so few blocks of keys that a quarter of the SMs or more would idle."""
     programs = tile_slots(inputs.k.shape[-3], _choose(inputs).block_n, inputs.cu_k) * (inputs.heads // inputs.group)
     return 4 * programs < 3 * processors(inputs.q.device)
 
@@ -65,7 +72,7 @@ def _mean_keys(inputs: Inputs) -> int:
 def choose_order(inputs: Inputs, deterministic: bool) -> Order:
     """The fixed order if asked for, else what was fastest on an H200.
 
-    To clear sums takes a pass over memory; where they are opened, nobody passes the first block.
+    To zero accumulators up front takes a pass over memory; where they are zeroed lazily, no block overtakes the first.
     """
     limited, grouped = inputs.right is not None, inputs.group > 1
     wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= FREE_KEYS
@@ -78,13 +85,13 @@ def choose_order(inputs: Inputs, deterministic: bool) -> Order:
 
 def _slices(count: int, most: int) -> list[slice]:
     """All of `count` in as few slices of at most `most` as there can be, of about the same size."""
-    parts = -(-count // max(1, most))
-    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+    chunks = -(-count // max(1, most))
+    return [slice(count * i // chunks, count * (i + 1) // chunks) for i in range(chunks)]
 
 
-def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
-    """Some batch entries, or some key heads of one: as many as MOST_SUMS has room for, but as have blocks of keys for
-    all processors.
+def _chunks(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
+    """Some batch entries, or some KV heads of one: as many as MOST_BYTES has room for, but as have blocks of keys for
+    all SMs.
 
     As indices into tensors of queries, into those of keys, and into LSEs.
     """
@@ -97,7 +104,7 @@ def _parts(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
         * padded(inputs.q.shape[-1])
     )
     fill = -(-processors(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
-    most = max(MOST_SUMS // bytes_head, fill)
+    most = max(MOST_BYTES // bytes_head, fill)
     batch = 1 if packed else inputs.q.shape[0]
     entries = _slices(batch, most // heads_k)
     heads = _slices(heads_k, most) if len(entries) == batch else [slice(0, heads_k)]
@@ -116,16 +123,6 @@ def readable(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if fits_tiles(gradient) else compute(_copy, gradient, shape=gradient.shape, dtype=gradient.dtype)
 
 
-def _window(inputs: Inputs) -> dict[str, Any]:
-    return {
-        "left": inputs.left or 0,
-        "right": inputs.right or 0,
-        "HAS_LEFT": inputs.left is not None,
-        "HAS_RIGHT": inputs.right is not None,
-        "enable_fp_fusion": True,
-    }
-
-
 def _statistics(x: torch.Tensor, rows: int) -> Descriptor:
     """One number a query row, a tile at a time."""
     return Descriptor(x, (x.shape[0],), (1,), (rows,), STATISTICS)
@@ -141,7 +138,7 @@ def backward_launches(
     order: Order,
     config: Backward | None = None,
 ) -> list[Launch]:
-    """The launches in order: prepare, the backward kernel, dq from its sums.
+    """The launches in order: prepare, the backward kernel, dq from its accumulators.
 
     `gradients` are the tensors to fill: dq, dk, dv.
     """
@@ -151,20 +148,25 @@ def backward_launches(
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
     n_batch = batch_size(q, inputs.cu_q)
-    # Packed sequences are worked on one after the other: not all of their keys count together.
+    # Packed sequences are processed one after the other: not all of their keys count together.
     together = TOGETHER_LONG if _mean_keys(inputs) >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (q.new_empty((tiles * block_m,), dtype=torch.float32) for _ in range(2))
-    sums = q.new_empty((tiles * block_m * block_d,), dtype=torch.float32)
-    # Whose turn it is to add to each tile of sums (in the free order, whether its first block has cleared it), and how
-    # many blocks have been taken.
-    turns = q.new_empty((tiles,), dtype=torch.int32)
-    tickets = q.new_empty((1,), dtype=torch.int32)
-    shared = {"cu_q": inputs.cu_q, "n_batch": n_batch, "n_queries": q.shape[-3], "BLOCK_M": block_m}
+    acc_dq = q.new_empty((tiles * block_m * block_d,), dtype=torch.float32)
+    # How many blocks have added to each accumulator of dQ (in the free order, whether its first block has zeroed it),
+    # and how many blocks have been taken.
+    semaphores = q.new_empty((tiles,), dtype=torch.int32)
+    counter = q.new_empty((1,), dtype=torch.int32)
     sweeps = sweeps_heads(inputs.group, inputs.left, inputs.right, _mean_keys(inputs))
-    of_queries = {"n_slots": slots_q, "n_heads": q.shape[-2], "inside": 1 if sweeps else inputs.group}
-    of_sums = {"sums": sums, "BLOCK_D": block_d}
-    of_keys = {"cu_k": inputs.cu_k, "n_keys": k.shape[-3], "BLOCK_N": block_n, **_window(inputs)}
+    shared = {"n_batch": n_batch, "n_queries": q.shape[-3], "enable_fp_fusion": True}
+    of_queries = {
+        "acc_dq": acc_dq,
+        "cu_q": inputs.cu_q,
+        "n_slots": slots_q,
+        "n_heads": q.shape[-2],
+        "inside": 1 if sweeps else inputs.group,
+    }
+    of_keys = {"n_keys": k.shape[-3], "left": inputs.left, "right": inputs.right}
     prepare = {
         "o": o,
         "do": do,
@@ -172,15 +174,12 @@ def backward_launches(
         "dlse": dlse,
         "delta": delta,
         "lse_log2": lse_log2,
-        "turns": turns,
-        "tickets": tickets,
+        "semaphores": semaphores,
+        "counter": counter,
         "o_strides": row_strides(o.stride()),
         "do_strides": row_strides(do.stride()),
         "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
-        "DV": v.shape[-1],
-        "BLOCK_DV": block_dv,
-        "CLEARS": order == "cleared",
-        "enable_fp_fusion": True,
+        "TILE": PrepareTile(v.shape[-1], block_d, block_dv, block_m, ZEROES=order == "cleared"),
     }
     main = {
         "q": tile_descriptor(q, block_m, block_d),
@@ -191,36 +190,44 @@ def backward_launches(
         "dv": tile_descriptor(dv, block_n // 2, block_dv),
         "lse_log2": _statistics(lse_log2, block_m),
         "delta": _statistics(delta, block_m),
-        "turns": turns,
-        "tickets": tickets,
-        "n_slots_k": slots_k,
-        "n_slots_q": slots_q,
+        "workspace": Workspace(acc_dq, semaphores, counter),
+        "offsets": Offsets(inputs.cu_q, inputs.cu_k),
         "n_heads_k": k.shape[-2],
         "group": inputs.group,
         "together": together if inputs.right is not None else together // 2,
-        "scale": inputs.scale,
-        "scale_log2": (inputs.softcap or inputs.scale) * LOG2E,
-        "score_scale": inputs.scale / inputs.softcap if inputs.softcap else 0.0,
-        "BLOCK_DV": block_dv,
-        "STAGES": stages,
-        "SOFTCAP": bool(inputs.softcap),
-        "ORDERED": order == "fixed",
-        "OPENS": order == "opened",
-        "PACKED": inputs.cu_q is not None,
-        "AHEAD": ahead,
-        "SLOTS": slots,
-        "GROUPED": inputs.group > 1,
-        "SWEEPS": sweeps,
+        "scales": Scales(
+            scale=inputs.scale,
+            scale_log2=(inputs.softcap or inputs.scale) * LOG2E,
+            score_scale=inputs.scale / inputs.softcap if inputs.softcap else None,
+        ),
+        "TILE": BackwardTile(
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            STAGES=stages,
+            SLOTS=slots,
+            ORDERED=order == "fixed",
+            ZEROES_LAZILY=order == "opened",
+            PACKED=inputs.cu_q is not None,
+            AHEAD=ahead,
+            GROUPED=inputs.group > 1,
+            SWEEPS=sweeps,
+        ),
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
-    finish = {"dq": dq, "dq_strides": row_strides(dq.stride()), "scale": inputs.scale, "D": q.shape[-1]}
+    finish = {
+        "dq": dq,
+        "dq_strides": row_strides(dq.stride()),
+        "cu_k": inputs.cu_k,
+        "scale": inputs.scale,
+        "TILE": FinishTile(q.shape[-1], block_d, block_m, block_n),
+    }
     return [
-        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | of_sums | prepare),
-        Launch(
-            flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_sums | of_keys | main
-        ),
-        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_sums | of_keys | finish),
+        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
+        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_keys | main),
+        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_keys | finish),
     ]
 
 
@@ -239,11 +246,11 @@ def plan_backward(
     """
     do = readable(do)
     dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
-    for queries, keys, rows in _parts(inputs):
-        part = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
+    for queries, keys, rows in _chunks(inputs):
+        chunk = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
         given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
-        # A part's sums are freed after it: the next one's take their place.
-        emit(inputs.q, *backward_launches(part, *given, (dq[queries], dk[keys], dv[keys]), order, config))
+        # A chunk's accumulators are freed after it: the next one's take their place.
+        emit(inputs.q, *backward_launches(chunk, *given, (dq[queries], dk[keys], dv[keys]), order, config))
     return dq, dk, dv
 
 

@@ -1,10 +1,12 @@
-"""Before and after the backward kernel for Hopper: what it reads of each query row, and dq from the sums that it leaves
-in memory.
+"""Before and after the backward kernel for Hopper: what it reads of each query row, and dq from the accumulators that
+it leaves in global memory.
 
 Both keep a head's rows in slots of BLOCK_M, as many as `tile_slots` says: a tile of a packed sequence is whole there
 too, so that TMA reads it whole. The `inside` heads that the backward visits tile by tile lie inside of a slot, in its
 order.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,65 +14,84 @@ import triton.language as tl
 from tilewise.ops._device.delta import row_gradients
 from tilewise.ops._device.load import store_rows
 from tilewise.ops._device.reach import by_head, key_blocks
-from tilewise.ops._device.records import Rows
+from tilewise.ops._device.records import Limits, Rows
 from tilewise.ops._device.varlen import locate_tile, other_side
 
 SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left", "right")
 
 
+class PrepareTile(NamedTuple):
+    """What the kernel before is compiled for."""
+
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    ZEROES: bool
+    """Whether it zeroes the accumulators of dq."""
+
+
+class FinishTile(NamedTuple):
+    """What the kernel after is compiled for."""
+
+    D: int
+    BLOCK_D: int
+    BLOCK_M: int
+    BLOCK_N: int
+
+
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, sums, turns, tickets, o_strides, do_strides, dlse_strides, cu_q, n_batch,
-    n_slots, n_heads, inside, n_queries, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, CLEARS: tl.constexpr,
+    o, do, lse, dlse, delta, lse_log2, acc_dq, semaphores, counter, o_strides, do_strides, dlse_strides, cu_q, n_batch,
+    n_slots, n_heads, inside, n_queries, TILE: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of delta and lse_log2, its counter of turns, 0 to its tile of sums if it CLEARS them, and the
-    # first program the one of tickets.
+    # Writes: its rows of delta and lse_log2, 0 to its semaphore and, if it ZEROES it, to its accumulator of dq; the
+    # first program also to the counter of blocks taken.
     pid = tl.program_id(0)
     i_b, i_h, i_m, start_q, Tq = locate_tile(
-        by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M
+        by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, TILE.BLOCK_M
     )
     if cu_q is not None:
         i_b = 0
     o_rows = Rows(o, o_strides, i_b, i_h, start_q, Tq)
     do_rows = Rows(do, do_strides, i_b, i_h, start_q, Tq)
     b_delta, b_lse, _, _ = row_gradients(
-        o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV
+        o_rows, do_rows, lse, dlse, dlse_strides, i_m, n_heads, n_queries, TILE.DV, TILE.BLOCK_M, TILE.BLOCK_DV
     )
-    o_row = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = pid.to(tl.int64) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
     tl.store(delta + o_row, b_delta)
     tl.store(lse_log2 + o_row, b_lse)
-    tl.store(turns + pid, 0)
-    if CLEARS:
-        o_sum = pid.to(tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(sums + o_sum, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
+    tl.store(semaphores + pid, 0)
+    if TILE.ZEROES:
+        ELEMENTS: tl.constexpr = TILE.BLOCK_M * TILE.BLOCK_D
+        o_acc = pid.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        tl.store(acc_dq + o_acc, tl.zeros([ELEMENTS], tl.float32))
     if pid == 0:
-        tl.store(tickets, 0)
+        tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_finish_kernel(
-    sums, dq, dq_strides, cu_q, cu_k, n_batch, n_slots, n_heads, inside, n_queries, n_keys, left, right, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    acc_dq, dq, dq_strides, cu_q, cu_k, n_batch, n_slots, n_heads, inside, n_queries, n_keys, left, right, scale,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of dq, 0 where no key meets them: nobody has added to such a tile of sums.
+    # Writes: its rows of dq, 0 where no key meets them: no block has added to such an accumulator.
     pid = tl.program_id(0)
     i_b, i_h, i_m, start_q, Tq = locate_tile(
-        by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M
+        by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, TILE.BLOCK_M
     )
     i_b, _, Tk = other_side(cu_k, i_b, n_keys, i_m, Tq)
-    first, end = key_blocks(i_m, Tq, Tk, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    o_m = tl.arange(0, BLOCK_M)[:, None]
-    o_d = tl.arange(0, BLOCK_D)[None, :]
+    first, end = key_blocks(i_m, Tq, Tk, Limits(left, right), TILE.BLOCK_M, TILE.BLOCK_N)
+    o_m = tl.arange(0, TILE.BLOCK_M)[:, None]
+    o_d = tl.arange(0, TILE.BLOCK_D)[None, :]
     # [D / 8, M, 8] as the backward kernel has it
-    o_sum = pid.to(tl.int64) * (BLOCK_M * BLOCK_D) + (o_d // 8 * (8 * BLOCK_M) + o_m * 8 + o_d % 8)
+    o_acc = pid.to(tl.int64) * (TILE.BLOCK_M * TILE.BLOCK_D) + (o_d // 8 * (8 * TILE.BLOCK_M) + o_m * 8 + o_d % 8)
     n_summed = tl.where(first < end, Tq, 0)
-    b_dq = tl.load(sums + o_sum, mask=(i_m + o_m < n_summed) & (o_d < D), other=0.0)
-    store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, D, BLOCK_M, BLOCK_D)
+    b_dq = tl.load(acc_dq + o_acc, mask=(i_m + o_m < n_summed) & (o_d < TILE.D), other=0.0)
+    store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, TILE.D, TILE.BLOCK_M, TILE.BLOCK_D)
