@@ -3,7 +3,7 @@
 Tensors have shapes and no memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,18 @@ class Case:
         for launch in found:
             # Upper case is constexpr.
             constants = (repr(value) for name, value in sorted(launch.arguments.items()) if name.isupper())
-            key = (
-                launch.kernel.__name__,
-                *constants,
-                *(name for name, value in launch.arguments.items() if value is None),
-            )
+            key = (launch.kernel.__name__, *constants, *_missing(launch.arguments.items()))
             ends[key] = [*ends.get(key, [])[:1], launch]
         return [launch for pair in ends.values() for launch in pair]
+
+
+def _missing(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Optional arguments, and fields of records, that are not given."""
+    for name, value in named:
+        if value is None:
+            yield name
+        elif hasattr(value, "_asdict"):
+            yield from (f"{name}.{field}" for field in _missing(value._asdict().items()))
 
 
 def rows(heads: int, *, packed: bool = False, batch: int = 2, tokens: int = TOKENS, stride: int = 0) -> torch.Tensor:

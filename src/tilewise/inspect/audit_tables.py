@@ -74,8 +74,8 @@ def _last_list(arguments: Arguments) -> int:
 
 def _extras(arguments: Arguments) -> int:
     """Segments that leave their sums aside."""
-    partial = arguments.get("partial_dk")
-    return 0 if partial is None else int(partial.shape[0] // (arguments["BLOCK_N"] * arguments.get("HEADS", 1)))
+    aside = arguments.get("aside")
+    return 0 if aside is None else int(aside.dk.shape[0] // (arguments["BLOCK_N"] * arguments.get("HEADS", 1)))
 
 
 def _segments(arguments: Arguments) -> Table:

@@ -104,7 +104,7 @@ def test_lists_hold_each_entry_once_in_the_order_of_tokens(device):
     for once in (True, False):
         named = Named(indices.contiguous(), None, 2, 0, once)
         (chunk,) = index.chunks(named, 1)
-        lists = index.make_lists(named, chunk, 64, None, 0)
+        lists = index.make_lists(named, chunk, 64, None, 0).lists
         found = []
         for first, count, block, extra in lists.segments[: int(lists.ends[-1])].tolist():
             assert extra == 0

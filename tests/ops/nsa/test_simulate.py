@@ -134,7 +134,7 @@ def test_the_index_kernels_make_the_same_lists_and_unions(problem, device):
     q, k, v = (x.float().to(device)[None] for x in (q.flatten(1, 2), k, v))
     named = make_inputs(q, k, v, indices.to(device)[None], None, block, 1.0).named
     (chunk,) = index.chunks(named, 1)
-    lists = index.make_lists(named, chunk, SEGMENT, None, 0)
+    lists = index.make_lists(named, chunk, SEGMENT, None, 0).lists
     expected = simulate.segments(indices, block, SEGMENT)
     assert int(lists.ends[-1]) == len(expected)
     blocks = -(-tokens // block)

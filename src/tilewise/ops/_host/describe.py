@@ -59,9 +59,10 @@ class Kernel:
 
 
 def _kernel(launch: Any) -> Kernel:
-    kernel, arguments = launch.kernel, launch.arguments
+    kernel, arguments = launch.kernel, dict(launch.arguments)
     # Constants come one by one, or in a record.
-    arguments = {**getattr(arguments.get("TILE"), "_asdict", dict)(), **arguments}
+    for value in launch.arguments.values():
+        arguments = {**getattr(value, "_asdict", dict)(), **arguments}
     groups = arguments.get("GROUPS")
     gluon = bool(getattr(kernel, "is_gluon", bool)())
     return Kernel(

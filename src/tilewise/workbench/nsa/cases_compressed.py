@@ -1,4 +1,4 @@
-"""Attention to compressed windows: its problem and cases."""
+"""Attention to compressed windows: its problem, cases and planted bugs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.verify.problem import Fill, Tensors
-from tilewise.verify.suite import Case, Suite
-from tilewise.workbench.nsa import planted
+from tilewise.verify.suite import Case, Mutant, Suite
 from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sequences, softmax_floor
 
 
@@ -189,10 +188,118 @@ def draw(draw: Callable[[Any], Any]) -> NsaCompressed:
     return NsaCompressed(**drawn_sequences(draw), compress=stride * draw(st.sampled_from((1, 2, 3))), stride=stride)
 
 
+_LAUNCH = "nsa.compress.launch"
+_COMPRESSED = "nsa.compress.launch"
+_VISIBLE = "right = -min(size - 1, q.shape[-3])"
+
+MUTANTS = (
+    Mutant(
+        "window-early",
+        "a window is seen one token early",
+        _COMPRESSED,
+        _VISIBLE,
+        "right = -min(size - 2, q.shape[-3])",
+    ),
+    Mutant(
+        "window-late",
+        "a window is seen one token late",
+        _COMPRESSED,
+        _VISIBLE,
+        "right = -min(size, q.shape[-3])",
+    ),
+    Mutant("window-begun", "a window is seen as soon as it begins", _COMPRESSED, _VISIBLE, "right = 0"),
+    Mutant(
+        "stride-ignored",
+        "windows lie side by side in the mask",
+        "_device.mask",
+        "o_n = o_n * KEY_STRIDE",
+        "o_n = o_n",
+    ),
+    Mutant(
+        "aligned-at-the-end",
+        "windows are counted from the last query",
+        "_device.mask",
+        "if KEY_STRIDE is not None: off = 0",
+        "off = off",
+    ),
+    Mutant(
+        "too-few-tiles",
+        "half of the key tiles are not read",
+        "_device.mask",
+        "(position + (KEY_STRIDE - 1)) // KEY_STRIDE",
+        "position // (2 * KEY_STRIDE)",
+    ),
+    Mutant(
+        "forgotten-rescale",
+        "earlier sums keep the old maximum",
+        "flash.kernels.fwd",
+        "acc_scaled = acc * rescale[:, None]",
+        "acc_scaled = acc",
+    ),
+    Mutant(
+        "missing-scale",
+        "scores are not scaled",
+        "flash.kernels.fwd",
+        "m, l, scales.scale_log2, MASKED",
+        "m, l, 1.4426950408889634, MASKED",
+    ),
+    Mutant(
+        "wrong-kv-head",
+        "query heads take KV heads round robin",
+        "flash.kernels.fwd",
+        "i_h // group",
+        "i_h % (n_heads // group)",
+    ),
+    Mutant(
+        "empty-row-shift",
+        "-inf minus -inf",
+        "_device.softmax",
+        'shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+        "shift = m_new",
+    ),
+    Mutant(
+        "lse-in-log2",
+        "the LSE is a logarithm to base 2",
+        "_device.softmax",
+        "(m + tl.log2(l)) * 0.6931471805599453",
+        "m + tl.log2(l)",
+    ),
+    Mutant(
+        "delta-dropped",
+        "softmax's second gradient term is dropped",
+        "_device.softmax",
+        "b_ds = b_p * (b_dp - b_delta)",
+        "b_ds = b_p * b_dp",
+    ),
+    Mutant(
+        "lse-gradient",
+        "the LSE's incoming gradient is ignored",
+        "_device.delta",
+        "b_delta -= tl.load",
+        "b_delta -= 0.0 * tl.load",
+    ),
+    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scales.scale", "acc_dq"),
+    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scales.scale", "acc_dk"),
+    Mutant(
+        "backward-unmasked",
+        "dK and dV see windows that have not ended",
+        "flash.kernels.bwd",
+        "KEY_STRIDE), b_pT, 0.0)",
+        "KEY_STRIDE), b_pT, b_pT)",
+    ),
+    Mutant(
+        "packed-start",
+        "every sequence starts at token 0",
+        "_device.varlen",
+        "start, n_rows = sequence_bounds",
+        "_, n_rows = sequence_bounds",
+    ),
+)
+
 SUITE = Suite(
     NsaCompressed,
     CASES,
     growth=NsaCompressed(T=256, H=2, Hk=1, compress=32, stride=16),
     draw=draw,
-    mutants=planted.COMPRESSED,
+    mutants=MUTANTS,
 )

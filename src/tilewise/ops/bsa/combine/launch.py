@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewise.ops._device.records import Strided
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, row_strides
+from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, strided
 from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.slot import compute
 from tilewise.ops._host.template import emit
@@ -46,7 +45,7 @@ def _norm(u: torch.Tensor, branches: Branches, gates: Gates) -> dict[str, Any]:
     elements = shape.H_P * shape.BLOCK_DV
     arguments = _records("", branches, tuple(None if gate is None else gate.contiguous() for gate in gates))
     return arguments | {
-        "u": Strided(u, row_strides(u.stride())),
+        "u": strided(u),
         "n_rows": _tokens(u),
         "n_tokens": u.shape[-3],
         "SHAPE": shape,
@@ -113,7 +112,7 @@ def add_keys(
     if dx.numel():
         n_tiles = tile_slots(x.shape[-3], KEYS, cu)
         tensors = {"dx_slc": dx_slc, "dx_cmp": dx_cmp, "dx_swa": dx_swa, "dx": dx}
-        arguments = {name: None if y is None else Strided(y, row_strides(y.stride())) for name, y in tensors.items()}
+        arguments = {name: None if y is None else strided(y) for name, y in tensors.items()}
         arguments |= {
             "cu": cu,
             "windows": windows,

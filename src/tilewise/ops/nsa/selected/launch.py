@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from tilewise.ops._device.blocks import KeySums, ListsShape, Unions, UnionShape, Widths
-from tilewise.ops._device.records import Scales, Strided
+from tilewise.ops._device.records import Scales
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import (
     Launch,
@@ -17,6 +17,7 @@ from tilewise.ops._host.launching import (
     fits_descriptor,
     power_of_2,
     row_strides,
+    strided,
     tile_widths,
     why_pointers,
 )
@@ -46,12 +47,7 @@ from tilewise.ops.nsa.selected.problem import Inputs
 Order = Literal["lists", "union", "either"]
 
 
-def strided(x: torch.Tensor) -> Strided:
-    """A tensor [.., T, H, D] as kernels take it that read it through pointers."""
-    return Strided(x, row_strides(x.stride()))
-
-
-def widths(inputs: Inputs) -> Widths:
+def widths(inputs: Any) -> Widths:
     """Channels of keys and of values."""
     channels, values = inputs.q.shape[-1], inputs.v.shape[-1]
     return Widths(channels, values, *tile_widths(channels, values, inputs.q.element_size()))
@@ -249,7 +245,8 @@ def _backward_lists(
 ) -> None:
     """Add to dk (but for the scale) and dv, `sums` in fp32 by index head; and where dq is given write it."""
     named, config, block_n = inputs.named, inputs.config("lists_bwd"), inputs.block_n
-    order = {"flag": flag, "WANTED": LISTS if dq is not None else UNION}
+    wanted = LISTS if dq is not None else UNION
+    order = {"flag": flag, "WANTED": wanted}
     segment = configs.segment_entries("backward" if dq is not None else "dkdv", inputs.group)
     arguments = _arguments(inputs, config) | order
     arguments |= {
@@ -272,7 +269,7 @@ def _backward_lists(
     summing = order | {"num_warps": 4, "enable_fp_fusion": True}
     keys = summing | sum_keys(inputs, sums, aside, heads=1)
     for chunk in chunks:
-        made = index.make_lists(named, chunk, segment, flag, order["WANTED"])
+        made = index.make_lists(named, chunk, segment, flag, wanted)
         in_lists = _in_lists(inputs, config, made, chunk.first_tile, inputs.q, incoming.do.x)
         of_lists = {"ends": made.lists.ends, "extras": made.extras}
         launches = [
