@@ -71,8 +71,8 @@ def test_the_programs_asked_for_are_traced(tmp_path):
 BUGS = {
     "causal": (
         "_device.blocks",
-        "o_t - i_key + 1, n_kept",
-        "o_t - i_key + 2, n_kept",
+        "o_t - segment.i_key + 1, n_kept",
+        "o_t - segment.i_key + 2, n_kept",
         "",
         "step 0, S",
         "the mask: row 0 sees key",
@@ -87,8 +87,8 @@ BUGS = {
     ),
     "entries": (
         "nsa.selected.kernels.index",
-        "o_token * (S + OWN) + o_s, mask=m_e",
-        "(o_token ^ 1) * (S + OWN) + o_s, mask=m_e",
+        "o_token * SLOTS + o_s, mask=m_e",
+        "(o_token ^ 1) * SLOTS + o_s, mask=m_e",
         "",
         "step 0, Q",
         "or the entries of the list",

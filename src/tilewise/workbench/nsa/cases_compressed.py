@@ -189,25 +189,24 @@ def draw(draw: Callable[[Any], Any]) -> NsaCompressed:
 
 
 _LAUNCH = "nsa.compress.launch"
-_COMPRESSED = "nsa.compress.launch"
 _VISIBLE = "right = -min(size - 1, q.shape[-3])"
 
 MUTANTS = (
     Mutant(
         "window-early",
         "a window is seen one token early",
-        _COMPRESSED,
+        _LAUNCH,
         _VISIBLE,
         "right = -min(size - 2, q.shape[-3])",
     ),
     Mutant(
         "window-late",
         "a window is seen one token late",
-        _COMPRESSED,
+        _LAUNCH,
         _VISIBLE,
         "right = -min(size, q.shape[-3])",
     ),
-    Mutant("window-begun", "a window is seen as soon as it begins", _COMPRESSED, _VISIBLE, "right = 0"),
+    Mutant("window-begun", "a window is seen as soon as it begins", _LAUNCH, _VISIBLE, "right = 0"),
     Mutant(
         "stride-ignored",
         "windows lie side by side in the mask",
