@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+import tilewise
 from tilewise.ops._host import backend, describe
 from tilewise.ops._host.describe import Kernel as Kernel
 
 # Of a context; only `explain` reads it, so that calls run as ever.
 _architecture: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_explaining_on", default=None)
-OPERATORS = (
-    *("flash_attention", "native_sparse_attention", "compressed_attention", "select_blocks", "selected_attention"),
-    *("native_sparse_attend", "hstu_attention", "block_sparse_attn", "hstu_attention_with_bsa"),
+# The public operators; the decoding step has no kernels of its own.
+OPERATORS = tuple(
+    name for name, home in tilewise._HOME.items() if home.startswith("tilewise.ops.") and not home.endswith(".decode")
 )
 WITHOUT_KERNELS = {
     "cpu": "tile by tile in torch on the CPU: no kernels",

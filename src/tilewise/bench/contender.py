@@ -132,7 +132,7 @@ def written(problem: Problem) -> str:
 def _scores(problem: Problem) -> int:
     sizes = vars(problem)
     batch = 1 if sizes.get("lengths") else sizes.get("B", 1)
-    return int(batch * sizes["H"] * sum(tokens * tokens for tokens in problem.tokens()))
+    return int(batch * sizes.get("H", 1) * sum(tokens * tokens for tokens in problem.tokens()))
 
 
 def shorter(problem: Problem) -> Problem:

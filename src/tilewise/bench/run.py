@@ -154,7 +154,7 @@ class Bench:
         pairs, sizes = self.bench.pairs(problem, tensors, outputs), vars(problem)
         floating = {name: x for name, x in tensors.items() if x.is_floating_point()}
         work = Work(
-            pairs, sizes["D"], sizes["Dv"] or sizes["D"], bytes_of(tensors), bytes_of(outputs), bytes_of(floating)
+            pairs, sizes["D"], sizes.get("Dv") or sizes["D"], bytes_of(tensors), bytes_of(outputs), bytes_of(floating)
         )
         return work, outputs[problem.outputs[0]]
 
