@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tilewise.inspect.kept import inspect_launch
+from tilewise.inspect.compile import inspect_launch
 from tilewise.ops._host.launching import Launch
 
 

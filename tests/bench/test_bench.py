@@ -16,7 +16,7 @@ from tilewise.bench.contender import OURS, Contender, contenders, own_implementa
 from tilewise.bench.result import Ceiling, Verified
 from tilewise.bench.run import Bench
 from tilewise.bench.timing import Clock
-from tilewise.verify.fill import make_fill
+from tilewise.verify.problem import make_fill
 from tilewise.verify.result import Implementation, Result
 from tilewise.verify.suite import Case
 from tilewise.workbench.operator import Benchmark

@@ -8,7 +8,7 @@ import torch
 from tilewise import workbench
 from tilewise.bench.pairs import ended_windows, in_blocks, in_window
 from tilewise.ops.nsa import reference as nsa
-from tilewise.verify.fill import make_fill
+from tilewise.verify.problem import make_fill
 from tilewise.workbench.bsa.cases import Bsa
 from tilewise.workbench.flash.cases import Flash
 from tilewise.workbench.hstu.cases import Hstu

@@ -13,8 +13,7 @@ from tilewise.cli import app
 from tilewise.inspect import allowances, command
 from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import Facts
-from tilewise.inspect.request import Row
-from tilewise.inspect.saved import read_rows, write_rows
+from tilewise.inspect.request import Row, read_rows, write_rows
 from tilewise.inspect.text import line
 
 FACTS = Facts(

@@ -25,7 +25,7 @@ from tilewise.report import trace as html
 from tilewise.report.trace import LEVELS, MOST_CELLS, facts, render_html
 from tilewise.trace.command import verdict
 from tilewise.trace.request import Request, Traced, arrays
-from tilewise.workbench.flash.trace_forward import FORWARD_ORDER, Case
+from tilewise.workbench.flash.programs import FORWARD_ORDER, Case
 
 EPS = float(torch.finfo(torch.bfloat16).eps)
 REQUEST = {"operator": "flash", "tiles": "64 queries × 64 keys", "dtype": "bf16"}

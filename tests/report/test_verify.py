@@ -13,8 +13,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 from pages import CONTRASTS, Balanced, assert_stands_alone
 
 from tilewise.report.verify import MOST_CELLS, UNFOLDED, render_html
-from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, Limits, compare, limits_from_eager
-from tilewise.verify.heat import HeatMap
+from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, HeatMap, Limits, compare, limits_from_eager
 from tilewise.verify.result import (
     CRASH,
     MEMORY,

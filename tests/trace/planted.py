@@ -3,8 +3,7 @@
 import sys
 
 from tilewise import interpreter
-from tilewise.verify.planting import plant
-from tilewise.verify.suite import Mutant
+from tilewise.verify.suite import Mutant, plant
 
 interpreter.use_where_no_gpu()
 module, old, new, *arguments = sys.argv[1:]

@@ -17,8 +17,8 @@ from tilewise import cli
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.problem import Options
 from tilewise.trace import command
-from tilewise.workbench.bsa import programs as bsa_programs
-from tilewise.workbench.bsa.programs import Case
+from tilewise.workbench.bsa import trace as bsa_programs
+from tilewise.workbench.bsa.trace import Case
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")

@@ -18,8 +18,8 @@ from tilewise.ops.hstu.configs import Config
 from tilewise.ops.hstu.simulate import Options
 from tilewise.trace import command
 from tilewise.trace.request import Request
-from tilewise.workbench.hstu import programs as hstu_programs
-from tilewise.workbench.hstu.programs import HEADS, LEAD, Case
+from tilewise.workbench.hstu import trace as hstu_programs
+from tilewise.workbench.hstu.trace import HEADS, LEAD, Case
 from tilewise.workbench.operator import UsageError
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")
@@ -174,7 +174,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from tilewise import interpreter
-from tilewise.verify.planting import plant
+from tilewise.verify.suite import plant
 from tilewise.verify.suite import Mutant
 interpreter.use_where_no_gpu()
 module, old, new, request, out = sys.argv[1:]

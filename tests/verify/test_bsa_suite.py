@@ -15,8 +15,8 @@ from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.verify.api import verify
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.compare import DTYPE, WRONG
-from tilewise.verify.fill import make_fill
 from tilewise.verify.plan import DTYPES
+from tilewise.verify.problem import make_fill
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH

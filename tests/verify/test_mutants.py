@@ -13,6 +13,7 @@ from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Settings
 from tilewise.verify.suite import Mutant
 from tilewise.workbench.flash import cases as flash
+from tilewise.workbench.flash import planted
 
 OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
 
@@ -40,16 +41,16 @@ def test_every_bug_can_be_planted(operator):
 
 def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
     suite = flash.SUITE
-    assert suite.planted(None) == suite.planted((8, 0)) == flash.MUTANTS
+    assert suite.planted(None) == suite.planted((8, 0)) == planted.PORTABLE
     assert suite.planted((9, 0)) == suite.mutants
-    assert len(suite.mutants) - len(flash.MUTANTS) >= 15
+    assert len(suite.mutants) - len(planted.PORTABLE) >= 15
 
 
 def test_a_weak_check_scores_less_than_all(monkeypatch):
     """Without a mask in the one case, a bug in the mask gets away; a missing scale does not."""
     chosen = tuple(
         mutant
-        for mutant in flash.MUTANTS
+        for mutant in planted.PORTABLE
         if mutant.name in ("missing-scale", "delta-dropped", "causal-long", "softcap-ignored")
     )
     monkeypatch.setattr(flash, "SUITE", dataclasses.replace(flash.SUITE, mutants=chosen))

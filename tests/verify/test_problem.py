@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import workbench
-from tilewise.verify.fill import make_fill
-from tilewise.verify.problem import cut, place, transposed
+from tilewise.verify.problem import cut, make_fill, place, transposed
 from tilewise.verify.suite import Suite
 from tilewise.workbench.flash.cases import CASES, Flash, draw
 

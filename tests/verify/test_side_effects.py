@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from tilewise.verify.evaluate import pinned
 from tilewise.verify.memory import peak_memory
-from tilewise.verify.pinned import pinned
 from tilewise.verify.watch import Watch
 
 NAMES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")

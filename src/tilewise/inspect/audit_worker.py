@@ -17,8 +17,8 @@ backend._INTERPRETING = False
 
 def audit_part(part: str) -> Iterator[dict[str, object]]:
     """One entry a launch: kernel, sizes in words, programs and what is wrong."""
+    from tilewise.inspect.audit_memory import tables
     from tilewise.inspect.audit_run import can_interpret, faults, limits
-    from tilewise.inspect.audit_tables import tables
     from tilewise.workbench.operator import load
 
     _launch_end_chunks()

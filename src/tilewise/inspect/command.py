@@ -13,8 +13,7 @@ from tilewise.inspect import allowances
 from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import CARDS
 from tilewise.inspect.pool import Pool
-from tilewise.inspect.request import Row, Wanted
-from tilewise.inspect.saved import read_rows, write_rows
+from tilewise.inspect.request import Row, Wanted, read_rows, write_rows
 from tilewise.inspect.text import print_rows
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import UsageError

@@ -1,12 +1,24 @@
 """What an operator launches, collected without a GPU: each launch once, with a name for the problem it belongs to."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise import workbench
+from tilewise.inspect.compile import without_driver
 from tilewise.ops._host.launching import Launch, capture
+from tilewise.verify.implementation import check_signature, load_function
+from tilewise.verify.result import Implementation
+from tilewise.verify.suite import Case, Suite
+from tilewise.workbench.operator import UsageError
 
 Direction = Literal["forward", "backward"]
 
@@ -64,3 +76,105 @@ def _trait(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     return "float" if isinstance(value, float) else repr(value)
+
+
+@contextlib.contextmanager
+def recorded(architecture: int) -> Iterator[list[Launch]]:
+    """Inside, no kernel runs: what would is collected, as for an architecture."""
+    launches: list[Launch] = []
+
+    def run(kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **named: Any) -> None:
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        # The next configuration of an autotuner may set another shape of a descriptor's tiles.
+        launches.append(
+            Launch(
+                kernel, 1, {name: copy.copy(x) if isinstance(x, TensorDescriptor) else x for name, x in values.items()}
+            )
+        )
+
+    def tune(tuner: Any, *arguments: Any, **named: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
+        for config in tuner.prune_configs(named):
+            chosen = named | config.all_kwargs()
+            if config.pre_hook:
+                # It may set the shape of a descriptor's tiles.
+                config.pre_hook(tuner.nargs | chosen)
+            tuner.fn.run(*arguments, **chosen)
+
+    capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(architecture, 10))
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(Autotuner, "run", tune),
+        capability,
+        without_driver(architecture),
+    ):
+        yield launches
+
+
+def implementation_launches(
+    operator: str, implementation: str, case_name: str, architecture: int, dtype: torch.dtype
+) -> list[Labelled]:
+    """Forward and, where the function can be differentiated, backward. A UsageError says what is wrong with it."""
+    suite: Suite = workbench.find(operator).load("suite")
+    try:
+        case = suite.find(case_name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    function = load_function(workbench.find(operator), Implementation(implementation, "cpu", external=True))
+    check_signature(function, implementation, [case])
+    failures: list[str] = []
+    # The values of offsets and the like are there on the CPU alone; numbers that no kernel made would only mislead.
+    for device in ("meta", "cpu"):
+        try:
+            found = _call(function, case, architecture, dtype, torch.device(device))
+        except Exception as error:
+            failures.append(
+                f"on {device} tensors: {type(error).__name__}:"
+                f" {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
+            continue
+        if not found:
+            raise UsageError(
+                f"--impl {implementation}: it launches no Triton kernel for the case {case.name}, so there is nothing"
+                " to compile"
+            )
+        return found
+    raise UsageError(
+        f"--impl {implementation}: it does not run with its kernels left out ({'; '.join(failures)}): "
+        "let it take tensors of any device, and decide nothing by values that a kernel makes"
+    )
+
+
+def _call(
+    function: Callable[..., Any], case: Case, architecture: int, dtype: torch.dtype, device: torch.device
+) -> list[Labelled]:
+    problem = case.problem
+    tensors = {name: _placed(x, dtype, device) for name, x in problem.tensors(_zeros).items()}
+    leaves = [x for x in tensors.values() if x.requires_grad]
+    with recorded(architecture) as launches:
+        results = function(**problem.arguments(tensors), **problem.options(), **problem.returning)
+    found = label_once(case.name, "forward", launches)
+    outputs = [x for x in _tensors(results) if x.requires_grad]
+    if outputs:
+        with recorded(architecture) as launches:
+            torch.autograd.grad(outputs, leaves, [torch.empty_like(x) for x in outputs], allow_unused=True)
+        found += label_once(case.name, "backward", launches)
+    return found
+
+
+def _zeros(_name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def _placed(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Strides are kept; integers keep their dtype."""
+    if not x.is_floating_point():
+        return x.to(device)
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+    return (empty if device.type == "meta" else empty.zero_()).requires_grad_()
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [x for part in results for x in _tensors(part)] if isinstance(results, tuple | list) else []

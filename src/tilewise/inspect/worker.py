@@ -11,9 +11,8 @@ import sys
 from typing import Any
 
 from tilewise import workbench
-from tilewise.inspect.kept import inspect_launch
-from tilewise.inspect.launches import Labelled
-from tilewise.inspect.record import implementation_launches
+from tilewise.inspect.compile import inspect_launch
+from tilewise.inspect.launches import Labelled, implementation_launches
 from tilewise.inspect.request import Row, Wanted
 from tilewise.ops.flash.configs import family
 from tilewise.verify.run import DTYPES

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tilewise.ops._device.records import Taps
+from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash.simulate import Named
 from tilewise.ops.nsa.simulate import Results
 from tilewise.trace.record import Recording
@@ -36,6 +38,22 @@ class Kernel:
         variable before the last.
         """
         return tuple(found for name in self.naming.step for found in (self.naming.first.get(name), name) if found)
+
+
+class Tap:
+    """A buffer for the taps of one launch on q and v, of the tiles' rows and the steps that a program can make."""
+
+    def __init__(
+        self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int
+    ) -> None:
+        channels = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size()))
+        elements = max(block_m, block_n) * max(channels, block_m, block_n)
+        self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=q.device)
+        self.argument = Taps(self.buffer, program, slots, elements)
+
+    def value(self, step: int, slot: int, *shape: int) -> np.ndarray:
+        """What a slot holds, of this shape as the kernel has it."""
+        return self.buffer[step, slot][: int(np.prod(shape))].reshape(shape).double().cpu().numpy()
 
 
 def recorded(recording: Recording, kernel: Kernel) -> tuple[Values, Lines]:

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from tilewise.ops.flash.simulate import Options, Tiling, forward
-from tilewise.trace.files import as_text
-from tilewise.trace.values import Values
+from tilewise.trace.values import Values, as_text
 
 # Values with one row a key, not one a query.
 BY_KEY = ("K", "V")

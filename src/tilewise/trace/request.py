@@ -1,14 +1,16 @@
 """What `tilewise trace` is asked for, and what comes of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from tilewise.ops._host.backend import interpreting
 from tilewise.trace.values import Lines, Values
 from tilewise.verify.run import DTYPES
+from tilewise.workbench.operator import UsageError
 
 # Fields that are the mask of hstu alone.
 HSTU_MASK = ("targets", "context", "max_attn_len")
@@ -87,3 +89,34 @@ def split_step(name: str) -> tuple[str, int | None]:
     """`S_3` is S of step 3; what has no step has None."""
     base, _, step = name.rpartition("_")
     return (base, int(step)) if step.isdigit() else (name, None)
+
+
+Entry = TypeVar("Entry")
+
+
+def entry_of(request: Request, table: Sequence[Entry], *sizes: str) -> Entry | None:
+    """The configuration that --kernel-index names, None where there is no such option.
+
+    It chooses `sizes`, which must then not be given.
+    """
+    if request.kernel_index is None:
+        return None
+    if any(getattr(request, size) for size in sizes):
+        raise UsageError(f"--kernel-index and {', '.join(map(option, sizes))} both choose tiles: give one of them")
+    if not 0 <= request.kernel_index < len(table):
+        raise UsageError(
+            f"there is no configuration {request.kernel_index}: expected 0 to {len(table) - 1}, as tilewise verify"
+            " OP --every-config --list numbers them"
+        )
+    return table[request.kernel_index]
+
+
+def option(field: str) -> str:
+    """A request's field as the command line has it."""
+    return f"--{field.replace('_', '-')}"
+
+
+def check_tile(field: str, block: int) -> None:
+    """Raise where a kernel could have no tile of `block` rows."""
+    if block < 16 or block & (block - 1):
+        raise UsageError(f"{option(field)} {block}: expected a power of two of at least 16")

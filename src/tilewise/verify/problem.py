@@ -3,8 +3,10 @@ inputs.
 """
 
 import dataclasses
+import itertools
+import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -177,3 +179,53 @@ def place(x: torch.Tensor, dtype: torch.dtype, device: torch.device, around: flo
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
     view[once].copy_(x[once])
     return view
+
+
+def sequences(problem: Problem, inputs: Tensors) -> int:
+    """How many sequences the batch has."""
+    for offsets in problem.offsets().values():
+        return inputs[offsets].numel() - 1
+    axes = problem.axes()
+    return next((x.shape[axes[name].index("B")] for name, x in inputs.items() if "B" in axes.get(name, "")), 1)
+
+
+def reverse(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tensor]) -> Tensors:
+    """`tensors` (inputs, outputs or gradients by name) with the sequences in reverse order; `offsets` are those that
+    `tensors` are packed by.
+    """
+    axes, packed = problem.axes(), problem.offsets()
+    result = {}
+    for name, x in tensors.items():
+        base = name if name in axes else name.removeprefix("d")
+        if name in packed.values():
+            lengths = x.diff().flip(0)
+            result[name] = torch.cat([x[:1], x[:1] + lengths.cumsum(0).to(x.dtype)])
+        elif base in packed:
+            ends = offsets[packed[base]].tolist()
+            pieces = [x.narrow(axes[base].index("T"), start, end - start) for start, end in itertools.pairwise(ends)]
+            result[name] = torch.cat(pieces[::-1], axes[base].index("T")) if pieces else x
+        else:
+            result[name] = x.flip(axes[base].index("B")) if "B" in axes.get(base, "") else x
+    return result
+
+
+FILLS = ("random", "range", "range-raw")
+# Inputs that the rule negates, so that k = -q where the shapes agree.
+NEGATED = ("k",)
+
+
+def make_fill(rule: str, seed: int) -> Fill:
+    """The fill called `rule`: `random`, `range` (element i of n is i/n) or `range-raw` (element i is i)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(_name: str, shape: tuple[int, ...], size: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * size).double()
+
+    def by_range(name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
+        count = math.prod(shape)
+        values = torch.arange(count, dtype=torch.float64) / (count if rule == "range" and count else 1)
+        return (-values if name in NEGATED else values).reshape(shape)
+
+    if rule not in FILLS:
+        raise ValueError(f"there is no fill {rule!r}: expected one of {', '.join(FILLS)}")
+    return random if rule == "random" else by_range

@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.verify.batch import reverse, sequences
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
-from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate
-from tilewise.verify.fill import make_fill
+from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
 from tilewise.verify.memory import grows_as_square, peak_memory
-from tilewise.verify.pinned import pinned
-from tilewise.verify.problem import Problem, Tensors, place
+from tilewise.verify.problem import Problem, Tensors, make_fill, place, reverse, sequences
 from tilewise.verify.result import (
     BATCH_ORDER,
     CHOICE,

@@ -234,7 +234,7 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     operator = workbench.find(setup.operator)
     declared: Suite = operator.load("suite")
     if setup.mutant:
-        from tilewise.verify.planting import plant
+        from tilewise.verify.suite import plant
 
         plant(next(mutant for mutant in declared.mutants if mutant.name == setup.mutant))
     import torch

@@ -9,8 +9,7 @@ import sys
 
 import torch
 
-from tilewise.verify.planting import plant
-from tilewise.verify.suite import Mutant
+from tilewise.verify.suite import Mutant, plant
 
 
 class WithoutTaps(Mutant):

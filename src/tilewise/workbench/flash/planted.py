@@ -1,4 +1,6 @@
-"""Bugs planted in flash attention's kernels for Hopper, which run on such a GPU alone."""
+"""Bugs planted in flash attention's kernels: in the portable ones, and in those for Hopper, which run on such a GPU
+alone.
+"""
 
 from functools import partial
 
@@ -14,6 +16,170 @@ _WORK, _BLOCKS, _GRADIENTS, _FWD, _BWD, _SUM, _REACH = (
     "_device.reach",
 )
 _planted = partial(Mutant, capability=(9, 0))
+
+_KEEP_RIGHT = "o_n <= o_m + (off + right)"
+_KEEP_LEFT = "o_n >= o_m + (off - left)"
+_STORE_DK = "store_rows(dk_rows, i_n, acc_dk * scales.scale, TILE.D, TILE.BLOCK_N, TILE.BLOCK_D)"
+_STORE_DV = "store_rows(dv_rows, i_n, acc_dv, TILE.DV, TILE.BLOCK_N, TILE.BLOCK_DV)"
+_SWAP_DK, _SWAP_DV = _STORE_DV.replace("dv_rows", "dk_rows"), _STORE_DK.replace("dk_rows", "dv_rows")
+
+PORTABLE = (
+    Mutant(
+        "forgotten-rescale",
+        "earlier sums keep the old maximum",
+        "flash.kernels.fwd",
+        "acc_scaled = acc * rescale[:, None]",
+        "acc_scaled = acc",
+    ),
+    Mutant(
+        "sum-not-rescaled",
+        "the running sum keeps the old maximum",
+        "_device.softmax",
+        "l_new = l * rescale +",
+        "l_new = l +",
+    ),
+    Mutant("causal-short", "a query does not see itself", "_device.mask", _KEEP_RIGHT, "o_n < o_m + (off + right)"),
+    Mutant("causal-long", "a query sees the next key", "_device.mask", _KEEP_RIGHT, "o_n <= o_m + (off + right + 1)"),
+    Mutant("causal-top-left", "the mask is aligned at the top left", "_device.mask", _KEEP_RIGHT, "o_n <= o_m + right"),
+    Mutant("window-short", "the window's oldest key is lost", "_device.mask", _KEEP_LEFT, "o_n > o_m + (off - left)"),
+    Mutant(
+        "window-long", "the window reaches one key too far", "_device.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"
+    ),
+    Mutant(
+        "tail-unmasked", "keys past the end take part", "_device.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"
+    ),
+    Mutant(
+        "tail-skipped",
+        "the last, partial key tile is not read",
+        "_device.mask",
+        "high = n_keys full_high",
+        "high = n_keys // BLOCK_N * BLOCK_N\n    full_high",
+    ),
+    Mutant(
+        "diagonal-unmasked",
+        "tiles on the diagonal count as whole",
+        "_device.mask",
+        "full_high = tl.minimum(n_keys, keys_before(i_m + 1",
+        "full_high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M",
+    ),
+    Mutant(
+        "wrong-kv-head",
+        "query heads take KV heads round robin",
+        "flash.kernels.fwd",
+        "i_h // group",
+        "i_h % (n_heads // group)",
+    ),
+    Mutant(
+        "wrong-kv-head-dq", "the same, in dQ alone", "flash.kernels.bwd", "i_h // group", "i_h % (n_heads // group)"
+    ),
+    Mutant(
+        "missing-scale",
+        "scores are not scaled",
+        "flash.kernels.fwd",
+        "m, l, scales.scale_log2, MASKED",
+        "m, l, 1.4426950408889634, MASKED",
+    ),
+    Mutant(
+        "sign-ignored",
+        "a negative scale acts as a positive one",
+        "flash.kernels.fwd",
+        "b_q = (b_q * SIGN).to(b_q.dtype)",
+        "b_q = b_q",
+    ),
+    Mutant(
+        "lse-in-log2",
+        "the LSE is a logarithm to base 2",
+        "_device.softmax",
+        "(m + tl.log2(l)) * 0.6931471805599453",
+        "m + tl.log2(l)",
+    ),
+    Mutant(
+        "softcap-ignored",
+        "scores are not capped",
+        "_device.softmax",
+        "b_s = tanh(b_s * score_scale)",
+        "b_s = b_s * score_scale",
+    ),
+    Mutant(
+        "softcap-gradient",
+        "the cap's derivative is dropped",
+        "_device.softmax",
+        "b_ds = b_ds * (1.0 - b_s * b_s)",
+        "b_ds = b_ds",
+    ),
+    Mutant(
+        "empty-row-nan",
+        "a row that sees nothing divides 0 by 0",
+        "_device.softmax",
+        "seen = l != 0.0",
+        "seen = l >= 0.0",
+    ),
+    Mutant(
+        "empty-row-shift",
+        "-inf minus -inf",
+        "_device.softmax",
+        'shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
+        "shift = m_new",
+    ),
+    Mutant(
+        "low-precision-sum",
+        "the output is summed in the inputs' precision",
+        "flash.kernels.fwd",
+        "return acc, m, l",
+        "return acc.to(b_v.dtype).to(tl.float32), m, l",
+    ),
+    Mutant(
+        "dk-dv-swapped",
+        "dk holds dv and dv holds dk",
+        "flash.kernels.bwd",
+        f"{_STORE_DK} {_STORE_DV}",
+        f"{_SWAP_DV}; {_SWAP_DK}",
+    ),
+    Mutant(
+        "delta-dropped",
+        "softmax's second gradient term is dropped",
+        "_device.softmax",
+        "b_ds = b_p * (b_dp - b_delta)",
+        "b_ds = b_p * b_dp",
+    ),
+    Mutant(
+        "lse-gradient",
+        "the LSE's incoming gradient is ignored",
+        "_device.delta",
+        "b_delta -= tl.load",
+        "b_delta -= 0.0 * tl.load",
+    ),
+    Mutant("dq-unscaled", "dQ lacks the scale", "flash.kernels.bwd", "acc_dq * scales.scale", "acc_dq"),
+    Mutant("dk-unscaled", "dK lacks the scale", "flash.kernels.bwd", "acc_dk * scales.scale", "acc_dk"),
+    Mutant(
+        "group-sum-lost",
+        "dK and dV of one query head of the group alone",
+        "flash.kernels.bwd",
+        "i_hk * heads.group + heads.group)",
+        "i_hk * heads.group + 1)",
+    ),
+    Mutant(
+        "backward-unmasked",
+        "dK and dV see masked pairs",
+        "flash.kernels.bwd",
+        "KEY_STRIDE), b_pT, 0.0)",
+        "KEY_STRIDE), b_pT, b_pT)",
+    ),
+    Mutant(
+        "packed-start",
+        "every sequence starts at token 0",
+        "_device.varlen",
+        "start, n_rows = sequence_bounds",
+        "_, n_rows = sequence_bounds",
+    ),
+    Mutant(
+        "store-past-end",
+        "one row past the last is written",
+        "_device.load",
+        "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] tl.store",
+        "<= rows.n_rows)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n    tl.store",
+    ),
+)
 
 HOPPER = (
     _planted(

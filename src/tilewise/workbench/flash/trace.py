@@ -12,16 +12,14 @@ from tilewise.ops._host.backend import interpreting
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.ops.flash.simulate import Options
-from tilewise.trace import tapped
-from tilewise.trace.request import HSTU_MASK, Request, Traced
-from tilewise.trace.tiles import check_tile, entry_of
+from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
 from tilewise.trace.values import Values
-from tilewise.verify.fill import make_fill
 from tilewise.verify.implementation import load_function
+from tilewise.verify.problem import make_fill
 from tilewise.verify.result import Implementation
 from tilewise.workbench.flash import configs as flash_tiles
-from tilewise.workbench.flash.trace_backward import trace_backward
-from tilewise.workbench.flash.trace_forward import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_forward
+from tilewise.workbench.flash import tapped
+from tilewise.workbench.flash.programs import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_backward, trace_forward
 from tilewise.workbench.operator import Tracing, UsageError
 
 # Output and LSE of q, k and v; what else it is called with is bound.

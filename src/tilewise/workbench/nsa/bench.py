@@ -10,6 +10,8 @@ from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.nsa.base import Sequences
 from tilewise.workbench.nsa.cases import Nsa
+from tilewise.workbench.nsa.cases_compressed import NsaCompressed
+from tilewise.workbench.nsa.cases_selected import NsaSelected
 from tilewise.workbench.operator import Benchmark
 
 
@@ -70,9 +72,61 @@ GPU: dict[str, Any] = {
     "window": 512,
 }
 CPU: dict[str, Any] = {"H": 8, "Hk": 2, "D": 64, "compress": 32, "stride": 16, "block": 32, "count": 8, "window": 128}
-BENCHMARK = Benchmark(
+NSA = Benchmark(
     tuple(_case(tokens, **GPU) for tokens in (4096, 8192, 16384, 32768, 65536)),
     tuple(_case(tokens, **CPU) for tokens in (512, 1024, 2048)),
     pairs,
+    baselines(describe, dense=True),
+)
+
+
+def compressed_pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
+    """Windows that have ended."""
+    assert isinstance(problem, NsaCompressed)
+    return (
+        batch(problem)
+        * problem.H
+        * sum(ended_windows(tokens, problem.compress, problem.stride) for tokens in problem.tokens())
+    )
+
+
+def _compressed_cases(sizes: dict[str, Any], lengths: tuple[int, ...]) -> tuple[Case, ...]:
+    wanted = {name: sizes[name] for name in ("H", "Hk", "D", "compress", "stride")}
+    return tuple(Case(f"tokens-{tokens}", f"T {tokens}", NsaCompressed(T=tokens, **wanted)) for tokens in lengths)
+
+
+COMPRESSED = Benchmark(
+    _compressed_cases(GPU, (4096, 16384, 65536)), _compressed_cases(CPU, (512, 2048)), compressed_pairs, ()
+)
+
+
+def selected_pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
+    """Keys of the blocks that are named, up to the query's own."""
+    assert isinstance(problem, NsaSelected)
+    indices = tensors["block_indices"]
+    return problem.H // problem.kv_heads * in_blocks(positions(problem, indices.device), indices, problem.block)
+
+
+def _selected_cases(lengths: tuple[int, ...], patterns: tuple[str, ...], **sizes: Any) -> tuple[Case, ...]:
+    group = sizes["H"] // sizes["Hk"]
+    return tuple(
+        Case(
+            f"{pattern}-{group}-{tokens}",
+            f"{pattern} blocks, groups of {group}, T {tokens}",
+            NsaSelected(T=tokens, pattern=pattern, **sizes),
+        )
+        for pattern in patterns
+        for tokens in lengths
+    )
+
+
+SELECTED = Benchmark(
+    (
+        *_selected_cases((8192, 16384, 32768), ("random", "smooth"), H=64, Hk=4, D=128, block=64, count=16),
+        *_selected_cases((8192, 16384, 32768), ("random", "smooth"), H=16, Hk=4, D=128, block=64, count=16),
+        *_selected_cases((16384,), ("random",), H=16, Hk=16, D=128, block=64, count=16),
+    ),
+    _selected_cases((512, 1024, 2048), ("random",), H=8, Hk=2, D=64, block=32, count=8),
+    selected_pairs,
     baselines(describe, dense=True),
 )

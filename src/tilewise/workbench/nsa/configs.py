@@ -12,10 +12,11 @@ from tilewise.ops.nsa.choose.launch import choose
 from tilewise.ops.nsa.compress import launch as compressed
 from tilewise.ops.nsa.configs import TABLE, WIDTHS, Config, Kernel
 from tilewise.ops.nsa.problem import Sizes, window_count
-from tilewise.ops.nsa.reference import choice_scores, selected_attention
+from tilewise.ops.nsa.reference import choice_scores, compressed_attention, selected_attention
 from tilewise.ops.nsa.selected import launch as selected
 from tilewise.ops.nsa.selected.problem import make_inputs
 from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.flash import configs as flash_configs
 from tilewise.workbench.nsa.base import block_pattern
 from tilewise.workbench.operator import Configurations
 
@@ -154,4 +155,25 @@ def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
     return [Choice(indices, truth, eager)]
 
 
-CONFIGURATIONS = Configurations(entries, run)
+SELECTED = Configurations(entries, run)
+
+
+# Of the windows that the compressed branch is run with.
+SIZE, STRIDE = 32, 16
+
+
+def run_compressed(entry: flash_configs.Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
+    """The tensors that this configuration makes; `small` is two tiles of windows, one of them whole, else 37 tokens
+    more.
+    """
+    tokens = max(2 * entry.config.block_m, STRIDE * (entry.config.block_n + 8)) + (0 if small else 37)
+    windows = (1, window_count(tokens, SIZE, STRIDE), 1, entry.channels)
+    queries = (1, tokens, HEADS, entry.channels)
+    q, k, v, do = filled(entry.element_size, fill_rule, device, q=queries, k=windows, v=windows, do=queries)
+    inputs = compressed.make_inputs(q, k, v, None, None, SIZE, STRIDE, entry.channels**-0.5)
+    return flash_configs.outcomes(
+        entry, inputs, do, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE)
+    )
+
+
+COMPRESSED = Configurations(flash_configs.entries, run_compressed)

@@ -8,8 +8,8 @@ from tilewise.ops.nsa.problem import window_count
 from tilewise.ops.nsa.reference import compressed_attention
 from tilewise.ops.nsa.simulate import compressed_options
 from tilewise.trace.request import HSTU_MASK, Request, Traced
+from tilewise.workbench.flash.programs import CHANNELS, Case
 from tilewise.workbench.flash.trace import filled, programs, tile_words, tiles
-from tilewise.workbench.flash.trace_forward import CHANNELS, Case
 from tilewise.workbench.operator import Tracing
 
 # Windows of so many tokens, one each so many: short, so that few tokens have several tiles of them.

@@ -3,9 +3,8 @@
 import torch
 
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.trace.request import HSTU_MASK, Request, Traced
-from tilewise.trace.tiles import check_tile, entry_of
-from tilewise.verify.fill import make_fill
+from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
+from tilewise.verify.problem import make_fill
 from tilewise.workbench.nsa import configs as selected_tiles
 from tilewise.workbench.nsa.programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
 from tilewise.workbench.operator import Tracing, UsageError

@@ -1,40 +1,22 @@
 """Values of one program of our own kernels on a GPU, through the taps compiled into them for this one launch."""
 
-import numpy as np
 import torch
 
-from tilewise.ops._device.records import Taps
 from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.flash import launch, simulate
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels.bwd import DkdvStep, DqStep
 from tilewise.ops.flash.kernels.fwd import FwdStep
 from tilewise.ops.flash.simulate import Tiling
+from tilewise.trace.beside import Tap
 from tilewise.trace.request import Traced, arrays
 from tilewise.trace.values import Values
-from tilewise.workbench.flash.trace_backward import Backward, stored
-from tilewise.workbench.flash.trace_forward import FORWARD_ORDER, HEADS, Case, crop
+from tilewise.workbench.flash.programs import FORWARD_ORDER, HEADS, Backward, Case, crop, stored
 
 # What each slot holds, as the kernels declare it; FORWARD's first is written before the loop, and `t` marks tiles that
 # the kernel keeps transposed.
 FORWARD = ("Q", *FwdStep._fields)
 DKDV, DQ = DkdvStep._fields, DqStep._fields
-
-
-class Tap:
-    """A buffer for the taps of one launch on q and v, of the tiles' rows and the steps that a program can make."""
-
-    def __init__(
-        self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int
-    ) -> None:
-        channels = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size()))
-        elements = max(block_m, block_n) * max(channels, block_m, block_n)
-        self.buffer = torch.full((steps, slots, elements), torch.nan, dtype=torch.float32, device=q.device)
-        self.argument = Taps(self.buffer, program, slots, elements)
-
-    def value(self, step: int, slot: int, *shape: int) -> np.ndarray:
-        """What a slot holds, of this shape as the kernel has it."""
-        return self.buffer[step, slot][: int(np.prod(shape))].reshape(shape).double().cpu().numpy()
 
 
 def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
