@@ -17,7 +17,7 @@ ALLOWED = {
     "inspect/audit_run.py": OWN_PROCESS,
     "inspect/audit_worker.py": OWN_PROCESS,
     "inspect/compile.py": OWN_PROCESS,
-    "inspect/record.py": OWN_PROCESS,
+    "inspect/launches.py": OWN_PROCESS,
     "verify/worker.py": "a name in sys.modules, while a process starts: it decides nothing that is computed",
     "verify/implementation.py": "the module that --impl names, added to sys.modules as an import would",
 }
