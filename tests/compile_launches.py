@@ -1,7 +1,7 @@
 """Compiles an operator's kernels without a GPU and prints what they use as JSON, in a process of its own, for the
 tests' process interprets kernels.
 
-`compile_launches.py MODULE:FUNCTION ARCHITECTURE DTYPE WORDS...`: what that function of tilewise.inspect says is
+`compile_launches.py OPERATOR:FUNCTION ARCHITECTURE DTYPE WORDS...`: what that function of its declaration says is
 launched.
 """
 
@@ -24,7 +24,7 @@ def print_facts(launches: Iterable[Launch], architecture: int) -> None:
 
 def main(place: str, architecture: int, dtype: torch.dtype, *words: str) -> None:
     module, function = place.split(":")
-    launches = getattr(importlib.import_module(f"tilewise.inspect.{module}"), function)
+    launches = getattr(importlib.import_module(f"tilewise.workbench.{module}.inspect"), function)
     found = launches(architecture, dtype, *(int(word) if word.isdecimal() else word for word in words))
     print_facts([one.launch for one in found], architecture)
 

@@ -61,7 +61,7 @@ def violations(path: Path, source: str) -> list[str]:
             for m in modules
             if under(m, "triton") or (under(m, "tilewise") and last(m, "kernels", "launch", "_device", "cpu", "api"))
         }
-    if path.name.startswith("launch"):
+    if path.parts[0] == "ops" and path.name.startswith("launch"):
         bad |= {m for m in modules if under(m, "torch.autograd") or last(m, "api", "reference", "register")}
         bad |= {
             ast.unparse(node)

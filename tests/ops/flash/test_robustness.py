@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise import flash_attention
+from tilewise.ops._device.records import Taps
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import TABLE, WIDTHS
 
@@ -123,7 +124,7 @@ def test_taps_write_named_values_of_one_program(device):
     slots, size = 9, 64 * 64
     buffer = torch.full((4, slots, size), torch.nan, device=device)
     plain = launch.forward(inputs, config)
-    for tapped, without in zip(launch.forward(inputs, config, taps=(buffer, 1, slots, size)), plain, strict=True):
+    for tapped, without in zip(launch.forward(inputs, config, taps=Taps(buffer, 1, slots, size)), plain, strict=True):
         torch.testing.assert_close(tapped, without, rtol=1e-5, atol=1e-5)
     # Program 1 owns queries 64 to 99; step 1 is keys 64 to 127, in base 2 with scale · log2(e).
     rows, keys = q[0, 64:, 0].double(), k[0, :128, 0].double()

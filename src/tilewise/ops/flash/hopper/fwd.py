@@ -122,7 +122,10 @@ class Begun(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A warpgroup's running row maximum, row sums (those of `thread_sums`, until the end) and O."""
+    """A warpgroup's running row maximum, row sums (those of `thread_sums`, until the end) and O.
+
+    O comes last: before the others, ptxas copies its registers on the way around an item without key tiles.
+    """
 
     m: Any
     l: Any
