@@ -382,9 +382,3 @@ def gather_union_rows(tensor, tile, D: tl.constexpr, BLOCK_D: tl.constexpr, SHAP
     p_x = head_pointer(tensor, tile.i_b, tile.start_q + tile.i_t, tile.i_h * SHAPE.GROUP)
     o_r = tl.arange(0, SHAPE.BLOCK_M)
     return gather_rows(p_x, tensor.strides, o_r // SHAPE.GROUP_P, o_r % SHAPE.GROUP_P, tile.m_r, D, BLOCK_D, tl.int64)
-
-
-@triton.jit
-def up_to(rows, n_rows):
-    """The same rows, of which only the first `n_rows` exist."""
-    return Rows(rows.x, rows.strides, rows.i_b, rows.i_h, rows.start, n_rows)

@@ -5,7 +5,9 @@ same code as for its fields one by one. Fields of a record that is an argument a
 (whole numbers of 1, multiples of 16, aligned pointers), whatever `do_not_specialize` says: a size that changes from
 call to call stays a parameter of its own. A constant inside a record that a kernel makes is a constant no more once the
 record has a name: those travel in one that is a `tl.constexpr` parameter. Up to Triton 3.7 a field of that is a plain
-number, which jitted functions take as `tl.constexpr` alone (not `tl.zeros` or `tl.cdiv`).
+number, which jitted functions take as `tl.constexpr` alone (not `tl.zeros` or `tl.cdiv`). Triton 3.6 asks more: a
+record with a field of None is neither compared with None as a whole (ask a field) nor returned from a function, and a
+string inside one is passed on under a name of its own.
 """
 
 from typing import Any, NamedTuple

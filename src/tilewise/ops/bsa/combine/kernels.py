@@ -42,7 +42,7 @@ class Elements(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A branch's output and its gate, None where there is none; or their gradients."""
+    """A branch's output, None where it is left out, and its gate, None where there is none; or their gradients."""
 
     x: Any
     gate: Any
@@ -114,7 +114,7 @@ def bsa_norm_fwd_kernel(cmp, slc, swa, u, o, n_rows, n_tokens, SHAPE: tl.constex
     b_x, b_gate = gated_branch(slc, at)
     b_y, _ = normalise(b_x * b_gate[:, :, None], at.m_x, N, SHAPE.EPS)
     acc += b_y
-    if swa is not None:
+    if swa.x is not None:
         b_x, b_gate = gated_branch(swa, at)
         b_y, _ = normalise(b_x * b_gate[:, :, None], at.m_x, N, SHAPE.EPS)
         acc += b_y
@@ -149,7 +149,7 @@ def bsa_norm_bwd_kernel(do, cmp, slc, swa, u, dcmp, dslc, dswa, du, n_rows, n_to
     b_dy = b_do * b_u
     acc = branch_backward(cmp, dcmp, b_dy, at, N, SHAPE.EPS)
     acc += branch_backward(slc, dslc, b_dy, at, N, SHAPE.EPS)
-    if swa is not None:
+    if swa.x is not None:
         acc += branch_backward(swa, dswa, b_dy, at, N, SHAPE.EPS)
     tl.store(du + at.o_x, (b_do * acc).to(du.dtype.element_ty), mask=at.m_x)
 

@@ -55,9 +55,9 @@ def _norm(u: torch.Tensor, branches: Branches, gates: Gates) -> dict[str, Any]:
 
 
 def _records(prefix: str, outputs: Branches, gates: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
-    """Each branch's output and gate, or their gradients, as the kernels take them: None for a window left out."""
+    """Each branch's output and gate, or their gradients, as the kernels take them."""
     each = zip(("cmp", "slc", "swa"), outputs, gates, strict=True)
-    return {prefix + name: None if x is None else Branch(x, gate) for name, x, gate in each}
+    return {prefix + name: Branch(x, gate) for name, x, gate in each}
 
 
 def _tokens(x: torch.Tensor) -> int:

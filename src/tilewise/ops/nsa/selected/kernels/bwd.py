@@ -27,7 +27,6 @@ from tilewise.ops._device.blocks import (
     no_segment,
     segment_rows,
     skipped,
-    up_to,
 )
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.plain import load_plain, store_plain, store_sums
@@ -104,6 +103,7 @@ def nsa_selected_bwd_lists_kernel(
     segment = locate_segment(lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
     i_h = segment.i_h
     i_key = segment.i_key
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     D: tl.constexpr = SHAPE.D
     DV: tl.constexpr = SHAPE.DV
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
@@ -138,13 +138,13 @@ def nsa_selected_bwd_lists_kernel(
         if selection is not None:
             b_sel = tl.load(selection.sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
         acc_dk, acc_dv, b_ds, b_dsel = nsa_selected_bwd_lists_step(
-            acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scales.scale_log2, SHAPE.PRECISION
+            acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scales.scale_log2, PRECISION
         )
         if selection is not None:
             store_entry_sums(selection.dsel + o_sel, b_dsel * scales.scale, m_sel, SHAPE.GROUP_P, SHAPE.BLOCK_M)
         if partial_dq is not None:
             # [M, N] @ [N, D] -> [M, D]
-            b_dq = tl.dot(b_ds, b_k, input_precision=SHAPE.PRECISION) * scales.scale
+            b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION) * scales.scale
             # A chunk's results are fewer than 2^31.
             o_named = (rows.o_c * n_heads + i_h) * (SHAPE.S + SHAPE.OWN) + rows.o_s
             store_plain(partial_dq, o_named * SHAPE.GROUP + rows.o_g, rows.m_r, b_dq, D, SHAPE.BLOCK_D)
@@ -235,13 +235,15 @@ def nsa_selected_bwd_union_step(
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
+    k_block = Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys)
+    v_block = Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows(up_to(k_rows, n_keys), i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
+    b_k = load_rows(k_block, i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     # [N, DV]
-    b_v = load_rows(up_to(v_rows, n_keys), i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
+    b_v = load_rows(v_block, i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
     # [M, DV] @ [DV, N] -> [M, N]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=SHAPE.PRECISION)
     b_p = tl.exp2(b_s * scale_log2 - tl.where(named, b_lse, float("inf"))[:, None])

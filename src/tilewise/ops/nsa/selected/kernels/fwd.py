@@ -26,7 +26,6 @@ from tilewise.ops._device.blocks import (
     no_segment,
     segment_rows,
     skipped,
-    up_to,
 )
 from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.records import Rows
@@ -147,9 +146,11 @@ def nsa_selected_fwd_union_step(
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
+    k_block = Rows(k_rows.x, k_rows.strides, k_rows.i_b, k_rows.i_h, k_rows.start, n_keys)
+    v_block = Rows(v_rows.x, v_rows.strides, v_rows.i_b, v_rows.i_h, v_rows.start, n_keys)
     INSIDE: tl.constexpr = BLOCK_SIZE == BLOCK_N and not MASKED
     # [N, D]
-    b_k = load_rows(up_to(k_rows, n_keys), i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
+    b_k = load_rows(k_block, i_key, SHAPE.D, BLOCK_N, SHAPE.BLOCK_D, SHAPE.TMA, INSIDE)
     # [M, D] @ [D, N] -> [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     o_n = tl.arange(0, BLOCK_N)
@@ -166,7 +167,7 @@ def nsa_selected_fwd_union_step(
     rescale = tl.exp2(m - shift)
     l = l * rescale + tl.sum(b_p, 1)
     # [N, DV]
-    b_v = load_rows(up_to(v_rows, n_keys), i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
+    b_v = load_rows(v_block, i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, SHAPE.TMA, INSIDE)
     # [M, N] @ [N, DV] -> [M, DV]
     acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=SHAPE.PRECISION)
     return acc, m_new, l
