@@ -12,7 +12,7 @@ from tilewise.ops._device.mask import keep, key_range, query_range, split_tail
 @triton.jit
 def kept_pairs(o_m, o_n, n_keys, mask, TILE: tl.constexpr):
     """True where key `o_n` takes part for query `o_m`."""
-    if mask.history is None:
+    if not TILE.HISTORY:
         m_keep = keep(o_m, o_n, n_keys, mask.window, TILE.KEY_STRIDE)
     else:
         m_keep = keep_history(o_m, o_n, n_keys, mask.history, TILE.CAUSAL)
@@ -22,7 +22,7 @@ def kept_pairs(o_m, o_n, n_keys, mask, TILE: tl.constexpr):
 @triton.jit
 def keys_of(i_m, Tk, mask, TILE: tl.constexpr):
     """The key tiles that query tile `i_m` reaches, as split_tail gives them: only the second run needs no mask."""
-    if mask.history is None:
+    if not TILE.HISTORY:
         runs = key_range(i_m, Tk, mask.window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     else:
         runs = history_key_range(i_m, Tk, mask.history, TILE.CAUSAL, TILE.BLOCK_M, TILE.BLOCK_N)
@@ -35,7 +35,7 @@ def queries_of(i_n, Tq, Tk, mask, TILE: tl.constexpr):
     those as split_tail gives them.
     """
     context_end = 0
-    if mask.history is None:
+    if not TILE.HISTORY:
         runs = query_range(i_n, Tq, Tk, mask.window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     else:
         context_end, runs = history_query_range(i_n, Tq, mask.history, TILE.CAUSAL, TILE.BLOCK_M, TILE.BLOCK_N)

@@ -108,7 +108,7 @@ class History(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Which pairs take part: by the history, or where that is None by the window."""
+    """Which pairs take part: by the window, or by the history where a kernel has one."""
 
     window: Any
     history: Any

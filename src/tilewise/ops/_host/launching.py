@@ -38,7 +38,7 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
     if found is not None:
         found.extend(launch.for_triton() for launch in launches)
     elif device.type == "cuda":
-        if device.index == torch._C._cuda_getDevice():
+        if device.index in (None, torch._C._cuda_getDevice()):
             for launch in launches:
                 start.run(launch)
         else:
