@@ -59,7 +59,7 @@ ON_LEAVES = {
     "mul repeated": (lambda x, y: x * y, (3, 4), (1, 4)),
     "div": (lambda x, y: x / (y * y + 1), (3, 4), (3, 4)),
     "pow": (lambda x, y: (x * x + 1) ** y, (3, 4), (3, 4)),
-    "unary": (lambda x, y: x.tanh() + y.exp() - x.relu(), (3, 4), (3, 4)),
+    "unary": (lambda x, y, z: x.tanh() + y.exp() - z.relu(), (3, 4), (3, 4), (3, 4)),
     "neg": (lambda x: -x, (3, 4)),
     "where": (lambda x, y: (x > 0).where(x, y), (3, 4), (3, 4)),
     "dropout": (lambda x: x.dropout(0.5), (3, 4)),

@@ -6,7 +6,7 @@ import torch
 from tilewise.ops.nsa import configs, reference
 from tilewise.ops.nsa.selected import index
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import Named, make_inputs
+from tilewise.ops.nsa.selected.problem import Named, cut_blocks, make_inputs, only_blocks
 
 
 def problem(device, tokens=70, heads=4, key_heads=2, slots=3, block=16, dtype=torch.float32, cu=None):
@@ -93,6 +93,15 @@ def test_a_block_cut_into_parts_and_a_group_cut_into_heads(device, monkeypatch):
     assert inputs.named.heads == 3
     assert_close(run(*case, 32, "lists"), truth)
     assert_close(run(*case, 32, "union"), truth)
+
+
+@pytest.mark.parametrize("rewrite", [only_blocks, cut_blocks])
+def test_rewritten_blocks_are_contiguous(rewrite):
+    """As a plan expects them, also of indices [T, H, S] that lie head by head."""
+    indices = torch.arange(24, dtype=torch.int32).view(2, 4, 3).transpose(0, 1)
+    rewritten = rewrite(indices, 2)
+    assert rewritten.is_contiguous()
+    assert torch.equal(rewritten, rewrite(indices.contiguous(), 2))
 
 
 @pytest.mark.gpu

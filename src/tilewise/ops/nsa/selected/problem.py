@@ -76,7 +76,7 @@ class Named(NamedTuple):
 
 def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
     """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
-    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32)
+    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32).contiguous()
 
 
 def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
 
 def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
     within = torch.arange(parts, dtype=torch.int32, device=indices.device)
-    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2)
+    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2).contiguous()
 
 
 def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
