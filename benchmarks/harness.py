@@ -1,6 +1,6 @@
 """What the scripts here share: the command line, and the document that a run is saved as.
 
-Times are taken by tilewise.bench.timing, documents are those of tilewise.bench.saved, and table.py prints them.
+Times are taken by tilewise.bench.timing, documents are those of tilewise.bench.result, and table.py prints them.
 """
 
 import argparse
@@ -49,8 +49,8 @@ class Run:
     def __init__(
         self, benchmark: str, path: Path | None, words: str = "", environment: Any = None, **about: Any
     ) -> None:
-        from tilewise.bench.saved import script_document
-        from tilewise.environment import environment as current
+        from tilewise.bench.result import script_document
+        from tilewise.doctor.bug_report import environment as current
 
         command = f"python benchmarks/{benchmark}.py {words}".strip()
         self.document = script_document(benchmark, command, {**current(), **(environment or {})}, about)
@@ -66,7 +66,7 @@ class Run:
     def save(self) -> None:
         """As JSON, where that was asked for."""
         if self._path:
-            from tilewise.bench.saved import as_text
+            from tilewise.bench.result import as_text
 
             self._path.write_text(as_text(self.document) + "\n", encoding="utf-8")
 

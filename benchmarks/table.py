@@ -185,7 +185,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 def table(path: Path) -> str:
     """The table of a saved document."""
-    from tilewise.bench.saved import load
+    from tilewise.bench.result import load
 
     return "\n".join(lines(load(path)))
 

@@ -11,8 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from tilewise.ops._host import launching, start
 from tilewise.ops._host.launch import Descriptor, Launch
-from tilewise.ops._host.slot import Slot
-from tilewise.ops._host.symbol import plain
+from tilewise.ops._host.symbol import Slot, plain
 
 CPU = torch.device("cpu")
 

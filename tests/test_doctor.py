@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from tilewise import cli, doctor
 from tilewise.doctor import gpu as doctor_gpu
 from tilewise.doctor import machine as doctor_machine
-from tilewise.doctor import nvidia_smi
-from tilewise.doctor.finding import Finding
-from tilewise.environment import environment
+from tilewise.doctor.bug_report import environment
+from tilewise.doctor.machine import Finding
 from tilewise.ops._host import backend
 from tilewise.ops.probe.launch import mixed_widths_error
 from tilewise.verify import command
@@ -143,7 +142,7 @@ def test_the_probe_is_right_where_nothing_is_miscompiled(device):
 
 STATE = dict(
     zip(
-        nvidia_smi.STATE,
+        doctor_gpu.STATE,
         (
             "0",
             "570.1",
@@ -260,7 +259,7 @@ def test_numbers_that_are_none_are_repeated_and_nothing_more(gpu, smi):
 
 
 def test_an_nvidia_smi_that_hangs_or_is_missing_is_a_note(gpu, smi, monkeypatch):
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.05)
+    monkeypatch.setattr(doctor_gpu, "SECONDS", 0.05)
     smi("exec sleep 20")
     assert levels(doctor_gpu.states()) == {"nvidia-smi": "note"}
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -14,7 +14,7 @@ ALLOWED = {
     "trace/record.py": ASKS,
     "verify/watch.py": ASKS,
     "_warmup_worker.py": OWN_PROCESS,
-    "inspect/audit_run.py": OWN_PROCESS,
+    "inspect/audit.py": OWN_PROCESS,
     "inspect/audit_worker.py": OWN_PROCESS,
     "inspect/compile.py": OWN_PROCESS,
     "inspect/launches.py": OWN_PROCESS,

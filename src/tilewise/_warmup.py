@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.ops._host.jobs import VARIABLE, jobs
+from tilewise.ops._host.backend import VARIABLE, jobs
 
 # Kernels that a process compiles at a time: Triton holds Python's lock for a fifth of a compilation, so one process
 # fills about five cores.

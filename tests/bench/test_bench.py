@@ -11,8 +11,16 @@ from typer.testing import CliRunner
 
 from tilewise import cli, workbench
 from tilewise.bench import command
-from tilewise.bench.baseline import Call, CannotRunError, floating_leaves
-from tilewise.bench.contender import OURS, Contender, contenders, own_implementation, verify_case
+from tilewise.bench.contender import (
+    OURS,
+    Call,
+    CannotRunError,
+    Contender,
+    contenders,
+    floating_leaves,
+    own_implementation,
+    verify_case,
+)
 from tilewise.bench.result import Ceiling, Verified
 from tilewise.bench.run import Bench
 from tilewise.bench.timing import Clock

@@ -8,11 +8,25 @@ import pytest
 import torch
 
 from tilewise.bench.contender import shorter
-from tilewise.bench.pairs import Work
-from tilewise.bench.plot import draw, plot
-from tilewise.bench.result import Ceiling, Report, Row, Verified, geometric_mean, overtakes, ratios_of, verdict
-from tilewise.bench.saved import Change, as_json, changes, check_same, from_json, load, parse_tolerance
-from tilewise.bench.text import change_lines, summary_lines
+from tilewise.bench.dense import Work
+from tilewise.bench.result import (
+    Ceiling,
+    Change,
+    Report,
+    Row,
+    Verified,
+    as_json,
+    changes,
+    check_same,
+    from_json,
+    geometric_mean,
+    load,
+    overtakes,
+    parse_tolerance,
+    ratios_of,
+    verdict,
+)
+from tilewise.bench.text import change_lines, draw, plot, summary_lines
 from tilewise.bench.timing import TURNS, Clock, in_turns, runs_that_fit, summarise
 from tilewise.workbench.flash.cases import Flash
 from tilewise.workbench.hstu.cases import Hstu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import workbench
-from tilewise.bench.pairs import ended_windows, in_blocks, in_window
+from tilewise.bench.dense import ended_windows, in_blocks, in_window
 from tilewise.ops.nsa import reference as nsa
 from tilewise.verify.problem import make_fill
 from tilewise.workbench.bsa.cases import Bsa

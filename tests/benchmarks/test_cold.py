@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tilewise.bench.saved import load
+from tilewise.bench.result import load
 
 
 def event(kernel, seconds, hash="a", loaded=False, at=0.0):

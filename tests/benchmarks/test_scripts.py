@@ -13,7 +13,7 @@ import table
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tilewise.bench.saved import load
+from tilewise.bench.result import load
 from tilewise.bench.timing import Clock
 
 jsonschema = pytest.importorskip("jsonschema")

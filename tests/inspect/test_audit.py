@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tilewise import cli, workbench
 from tilewise.inspect import audit
-from tilewise.inspect.audit_run import faults, limits
+from tilewise.inspect.audit import faults, limits
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
 from tilewise.ops.bsa.selected import launch as bsa
 from tilewise.workbench.operator import UsageError

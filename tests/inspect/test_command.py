@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from tilewise import workbench
 from tilewise.cli import app
 from tilewise.inspect import allowances, command
-from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import Facts
 from tilewise.inspect.request import Row, read_rows, write_rows
-from tilewise.inspect.text import line
+from tilewise.inspect.text import diff_lines, line
 
 FACTS = Facts(
     "flash_fwd_kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59", spills_in_loops=0

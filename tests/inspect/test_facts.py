@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilewise.inspect.compile import Compiled
+from tilewise.inspect.compile import Compiled, disassemble, instruction_mix, spills_in_loops
 from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
-from tilewise.inspect.sass import disassemble, instruction_mix, spills_in_loops
 from tilewise.ops.flash.configs import SHARED_MEMORY, family
 
 FACTS = Facts("kernel", 90, 128, 0, 0, 1024, 0, 4, True, False, True, False, False, False, "13.4.59")

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from triton.experimental.gluon import language as gl
 
-from tilewise.ops._device.hopper import aggregate as module
-from tilewise.ops._device.hopper.aggregate import aggregate
+from tilewise.ops._device.hopper import ring as module
+from tilewise.ops._device.hopper.ring import aggregate
 
 OPS = Path(module.__file__).parents[2]
 
 
 def test_the_private_name_is_imported_once():
-    assert [path.name for path in OPS.rglob("*.py") if "import _aggregate" in path.read_text()] == ["aggregate.py"]
+    assert [path.name for path in OPS.rglob("*.py") if "import _aggregate" in path.read_text()] == ["ring.py"]
 
 
 def test_an_aggregate_takes_all_its_fields_and_no_others():

@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from pages import CONTRASTS, Balanced, assert_stands_alone
 
-from tilewise.bench.saved import from_json, load
-from tilewise.report.bench import render_html
+from tilewise.bench.result import from_json, load
+from tilewise.report import render_html
 
 SAVED = Path(__file__).parents[2] / "benchmarks" / "results" / "bench-nsa-h200.json"
 EVIL = "<script>alert('x')</script>\"&"

@@ -7,7 +7,7 @@ from tilewise import interpreter
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Options
 from tilewise.ops.nsa.simulate import compressed_options
-from tilewise.trace.judge import first_divergence, judge
+from tilewise.trace.explain import first_divergence, judge
 from tilewise.workbench.flash import tapped
 from tilewise.workbench.flash.programs import HEADS, Case
 

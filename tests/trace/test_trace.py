@@ -141,7 +141,7 @@ BUGS = {
     ),
     "LSE": ("_device.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
     "delta": (
-        "_device.delta",
+        "_device.softmax",
         "b_delta = tl.sum(b_o * b_do, 1)",
         "b_delta = tl.sum(b_o, 1)",
         ["--direction", "backward"],

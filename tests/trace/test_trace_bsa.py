@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.bsa import configs
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import Options
 from tilewise.trace import command
 from tilewise.workbench.bsa import trace as bsa_programs
 from tilewise.workbench.bsa.trace import Case

@@ -13,7 +13,7 @@ from tilewise.ops.flash.configs import SHARED_MEMORY
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.choose import launch as choose
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 from tilewise.verify.every_config import Choice, Request, run_entries
 from tilewise.workbench.flash import configs as flash
 from tilewise.workbench.nsa import configs as nsa_selected

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tilewise.verify.evaluate import pinned
-from tilewise.verify.memory import peak_memory
-from tilewise.verify.watch import Watch
+from tilewise.verify.watch import Watch, peak_memory
 
 NAMES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")
 

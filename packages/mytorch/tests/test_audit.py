@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mytorch.backends.cuda import CudaBackend
-from tilewise.inspect.audit_run import faults, limits
+from tilewise.inspect.audit import faults, limits
 from tilewise.ops._host.launching import capture
 
 pytestmark = pytest.mark.skipif(

@@ -14,12 +14,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewise import doctor, workbench
 from tilewise.bench.contender import contenders, own_implementation, verify_case
-from tilewise.bench.result import MODES, Report, Verified
+from tilewise.bench.result import (
+    MODES,
+    Report,
+    Verified,
+    as_json,
+    changes,
+    check_same,
+    load,
+    other_device,
+    parse_tolerance,
+)
 from tilewise.bench.run import Bench, busy, measure_ceiling
-from tilewise.bench.saved import as_json, changes, check_same, load, other_device, parse_tolerance
 from tilewise.bench.text import case_lines, change_lines, summary_lines, table
 from tilewise.bench.timing import Clock
-from tilewise.environment import environment
+from tilewise.doctor.bug_report import environment
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
 from tilewise.workbench.operator import Benchmark, Operator, UsageError
@@ -173,12 +182,12 @@ def _save(
         path.write_text(as_json(report, made_with, findings, request.command) + "\n", encoding="utf-8")
         _say(console, f"saved {path}")
     if request.plot:
-        from tilewise.bench.plot import save_plot
+        from tilewise.bench.text import save_plot
 
         if not save_plot(report, request.plot):
             _say(console, f"nothing was timed: {request.plot} is not written")
     if request.html:
-        from tilewise.report.bench import render_html
+        from tilewise.report import render_html
 
         request.html.write_text(render_html(report, made_with, findings, request.command), encoding="utf-8")
 

@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.bench.baseline import Call, CannotRunError
-from tilewise.bench.contender import OURS, Contender, written
-from tilewise.bench.pairs import Work, bytes_of
+from tilewise.bench.contender import OURS, Call, CannotRunError, Contender, written
+from tilewise.bench.dense import Work, bytes_of
 from tilewise.bench.result import Ceiling, Row, Verified
 from tilewise.bench.timing import TURNS, Clock, Entry, Times
 from tilewise.verify.evaluate import evaluate
-from tilewise.verify.memory import peak_memory
 from tilewise.verify.problem import Problem, Tensors, place
 from tilewise.verify.suite import Case
+from tilewise.verify.watch import peak_memory
 from tilewise.workbench.operator import Benchmark, Operator
 
 # Inputs of fewer bytes than this are made twice and taken in rotation.

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tilewise.doctor import families, gpu, machine
+from tilewise.doctor import bug_report, gpu, machine
 from tilewise.doctor.bug_report import report
-from tilewise.doctor.finding import MISSING, Finding, version_of
+from tilewise.doctor.machine import MISSING, Finding, version_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +26,12 @@ def examine(probe: bool = True) -> list[Finding]:
     if any(finding.subject == "torch" and finding.found == MISSING for finding in findings):
         return findings
     findings += [*machine.packages(), *gpu.gpus(), *gpu.states(), *gpu.baselines()]
-    if families.triton_off():
-        return [*findings, families.hopper(), *machine.variables(), machine.threads()]
+    if bug_report.triton_off():
+        return [*findings, bug_report.hopper(), *machine.variables(), machine.threads()]
     return [
         *findings,
         _mode(),
-        families.hopper(),
+        bug_report.hopper(),
         *machine.variables(),
         machine.compiler(),
         gpu.ptxas(),
@@ -69,10 +69,10 @@ def _number(version: str) -> tuple[int, ...]:
 def _versions() -> Iterable[Finding]:
     for package, minimum in MINIMUM.items():
         needed = ".".join(map(str, minimum))
-        if not families.is_there(package):
+        if not bug_report.is_there(package):
             yield _missing(package, needed)
             continue
-        if package == "triton" and (why := families.triton_off()):
+        if package == "triton" and (why := bug_report.triton_off()):
             advice = f"pip install --force-reinstall '{package}>={needed}'"
             yield Finding(package, f"{version_of(package)}: {why}", "problem", advice)
             continue

@@ -1,13 +1,104 @@
-"""`tilewise doctor --report`: one block of text for a bug report. Nothing in it says where anything lies."""
+"""`tilewise doctor --report`: one block of text for a bug report. Nothing in it says where anything lies.
 
+Which families of kernels run on this machine, and why the others do not; and what a result was made with: versions,
+the device, and how kernels ran.
+"""
+
+import importlib
+import importlib.util
 import os
 import platform
 import re
 from collections import Counter
 
-from tilewise.doctor import families, nvidia_smi
-from tilewise.doctor.finding import MISSING, version_of
-from tilewise.doctor.machine import VARIABLES
+from tilewise import interpreter
+from tilewise.doctor.gpu import reported_states
+from tilewise.doctor.machine import MISSING, VARIABLES, Finding, version_of
+
+PORTABLE, HOPPER = "portable Triton kernels", "Hopper's own kernels"
+HOPPERS = (9, 0)
+
+
+def is_there(package: str) -> bool:
+    """Whether a package can be found. One that something keeps from being imported counts as missing."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def triton_off() -> str:
+    """Why triton cannot be imported, "" where it can."""
+    if not is_there("triton"):
+        return "triton is not installed"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:
+        # A package that does not fit this machine may fail in any way.
+        return f"triton cannot be imported ({type(error).__name__})"
+    return ""
+
+
+def interpreted() -> bool:
+    """Whether this process interprets kernels; never without triton."""
+    return not triton_off() and interpreter.interpreting()
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """Of each GPU that torch sees."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_capability(index) for index in range(count)]
+
+
+def portable_off() -> list[str]:
+    """Why the portable kernels do not run here, empty where they do."""
+    why = triton_off()
+    if why or interpreted():
+        return [why] if why else []
+    from tilewise.ops._host.backend import MINIMUM_CAPABILITY
+
+    found = capabilities()
+    if not found:
+        return ["no GPU, and kernels are not interpreted"]
+    if max(found) < MINIMUM_CAPABILITY:
+        return [_too_old(found, MINIMUM_CAPABILITY)]
+    return []
+
+
+def hopper_off() -> list[str]:
+    """Why Hopper's own kernels do not run here, empty where they do: every reason, for one alone may be mended."""
+    from tilewise.ops._host import gluon
+
+    reasons = []
+    found = capabilities()
+    if not found:
+        reasons.append("no GPU")
+    elif HOPPERS not in found:
+        reasons.append(_too_old(found, HOPPERS))
+    if interpreted():
+        reasons.append("kernels are interpreted, and Gluon has no interpreter")
+    why = gluon.why_off()
+    return [*reasons, why] if why else reasons
+
+
+def _too_old(found: list[tuple[int, int]], needed: tuple[int, int]) -> str:
+    numbers = ", ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(found))
+    return f"compute capability {numbers}, not {needed[0]}.{needed[1]}" + ("" if needed == HOPPERS else " or newer")
+
+
+def hopper() -> Finding:
+    """Hopper's own kernels: on, or off and why. A note only on a Hopper GPU, which could have them."""
+    reasons = hopper_off()
+    if not reasons:
+        return Finding(HOPPER, "on")
+    found = f"off: {'; '.join(reasons)}"
+    if HOPPERS not in capabilities() or interpreted():
+        return Finding(HOPPER, found)
+    advice = "the portable kernels run, which are slower here: install a Triton that this release of tilewise knows"
+    return Finding(HOPPER, found, "note", advice)
+
 
 PREFIXES = ("TILEWISE_", "TRITON_")
 # Names of variables that hold a path even where nothing in the value shows it.
@@ -25,9 +116,9 @@ def report() -> str:
     rows = [
         ("tilewise", tilewise.__version__),
         ("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
-        *((name, version_of(name) if families.is_there(name) else MISSING) for name in ("torch", "triton", "numpy")),
+        *((name, version_of(name) if is_there(name) else MISSING) for name in ("torch", "triton", "numpy")),
     ]
-    if families.is_there("torch"):
+    if is_there("torch"):
         rows += [*_cuda(), *_kernels()]
     rows += _variables()
     return "\n".join(["```text", *(f"{name:<{WIDTH}}{without_paths(value)}" for name, value in rows), "```"])
@@ -37,7 +128,7 @@ def _cuda() -> list[tuple[str, str]]:
     import torch
 
     gpu = torch.cuda.is_available()
-    states = nvidia_smi.states() if gpu else []
+    states = reported_states() if gpu else []
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return [
         ("CUDA", torch.version.cuda or "none: torch is built without it"),
@@ -66,14 +157,14 @@ def _kernels() -> list[tuple[str, str]]:
     from tilewise import interpreter
     from tilewise.ops._host import gluon
 
-    interpreted = families.interpreted()
+    is_interpreted = interpreted()
     chosen = "no GPU, so the command line chose it" if interpreter.set_here() else "TRITON_INTERPRET is set"
-    portable, hopper = families.portable_off(), families.hopper_off()
+    portable, hopper = portable_off(), hopper_off()
     return [
         ("Gluon", gluon.why_off() or "importable"),
-        (families.PORTABLE, f"off: {'; '.join(portable)}" if portable else "on, interpreted" if interpreted else "on"),
-        (families.HOPPER, f"off: {'; '.join(hopper)}" if hopper else "on"),
-        ("interpreter", f"on: {chosen}" if interpreted else "off"),
+        (PORTABLE, f"off: {'; '.join(portable)}" if portable else "on, interpreted" if is_interpreted else "on"),
+        (HOPPER, f"off: {'; '.join(hopper)}" if hopper else "on"),
+        ("interpreter", f"on: {chosen}" if is_interpreted else "off"),
     ]
 
 
@@ -98,3 +189,34 @@ def without_paths(text: str) -> str:
     """The text with <path> for each word, and each bracket's contents, that has a separator of paths in it."""
     text = re.sub(r"\([^()]*[/\\][^()]*\)", f"({PATH})", text)
     return re.sub(r"[^\s'\"();,]*[/\\][^\s'\"();,]*", PATH, text)
+
+
+def environment() -> dict[str, str]:
+    """By name, for reports.
+
+    On a GPU also CUDA, cuDNN, the driver and the clocks just now, as far as nvidia-smi tells.
+    """
+    import torch
+
+    import tilewise
+    from tilewise.ops._host.backend import interpreting
+
+    found = {"tilewise": tilewise.__version__, "python": platform.python_version()}
+    packages = ("torch", "triton", "numpy")
+    found |= {name: version_of(name) if is_there(name) else MISSING for name in packages}
+    gpu = torch.cuda.is_available()
+    found["device"] = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
+    found["kernels"] = "interpreted" if interpreting() else "compiled"
+    if gpu:
+        found["CUDA"] = str(torch.version.cuda)
+        if torch.backends.cudnn.is_available():
+            found["cuDNN"] = str(torch.backends.cudnn.version())
+        states = reported_states()
+        # With CUDA_VISIBLE_DEVICES torch numbers otherwise than nvidia-smi, which shows all GPUs.
+        if len(states) == torch.cuda.device_count():
+            state = states[torch.cuda.current_device()]
+            found["clocks"] = f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz, memory {state['clocks.mem']} MHz"
+            found["power"] = f"{state['power.draw']} of {state['power.limit']} W"
+        if states:
+            found["driver"] = states[0]["driver_version"]
+    return found

@@ -1,12 +1,85 @@
 """What doctor looks at where there is a GPU: what it is, what it does just now, and what torch and Triton
 bring for it.
+
+What nvidia-smi tells of the GPUs. Nothing where it is missing, hangs, or says what cannot be read.
 """
 
 import os
-from collections.abc import Iterator
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
 
-from tilewise.doctor import nvidia_smi
-from tilewise.doctor.finding import Finding
+from tilewise.doctor.machine import Finding
+
+SECONDS = 5.0
+# Why clocks are below what was asked for, as bits of `clocks_event_reasons.active`; idle and chosen clocks are none of
+# these.
+THROTTLES = {
+    0x04: "the power cap",
+    0x08: "hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power supply",
+}
+STATE = (
+    "index",
+    "driver_version",
+    "memory.used",
+    "memory.total",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+    "power.default_limit",
+    "ecc.mode.current",
+    "mig.mode.current",
+)
+
+
+def reported_states() -> list[dict[str, str]]:
+    """The fields of STATE by name for each GPU, units left out; what a GPU does not tell is in brackets, as
+    in `[N/A]`.
+    """
+    return [dict(zip(STATE, row, strict=True)) for row in _query("gpu", STATE)]
+
+
+def throttles() -> list[str]:
+    """For each GPU why its clocks are held down just now: "" where they are not."""
+    # Older drivers know it by another name.
+    rows = _query("gpu", ("clocks_event_reasons.active",)) or _query("gpu", ("clocks_throttle_reasons.active",))
+    reasons = [int(row[0], 16) if re.fullmatch(r"0x[0-9a-fA-F]+", row[0]) else 0 for row in rows]
+    return [" and ".join(name for bit, name in THROTTLES.items() if bits & bit) for bits in reasons]
+
+
+def processes() -> list[str]:
+    """The numbers of processes that compute on any GPU."""
+    return [row[0] for row in _query("compute-apps", ("pid",)) if row[0].isdigit()]
+
+
+def number(text: str) -> float | None:
+    """A field as a number, None where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _query(what: str, fields: Sequence[str]) -> list[list[str]]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines()]
+    # A message in place of an answer has other columns.
+    return rows if result.returncode == 0 and all(len(row) == len(fields) for row in rows) else []
+
 
 # Memory that others use, in MiB, from which on it is worth a note; this process's own context takes less.
 MUCH_MEMORY = 1024.0
@@ -45,7 +118,7 @@ def states() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         return
-    found = nvidia_smi.states()
+    found = reported_states()
     if not found:
         yield Finding(
             "nvidia-smi",
@@ -56,8 +129,8 @@ def states() -> Iterator[Finding]:
         return
     yield Finding("driver", f"{found[0]['driver_version']}; torch is built with CUDA {torch.version.cuda}")
     reasons, others = (
-        nvidia_smi.throttles(),
-        [number for number in nvidia_smi.processes() if number != str(os.getpid())],
+        throttles(),
+        [number for number in processes() if number != str(os.getpid())],
     )
     for place, state in enumerate(found):
         # With CUDA_VISIBLE_DEVICES torch numbers otherwise.
@@ -70,7 +143,7 @@ def states() -> Iterator[Finding]:
 
 def _memory(state: dict[str, str], own: float, others: list[str]) -> Finding:
     subject, found = f"GPU {state['index']} memory", f"{state['memory.used']} of {state['memory.total']} MiB in use"
-    if (nvidia_smi.number(state["memory.used"]) or 0.0) - own < MUCH_MEMORY:
+    if (number(state["memory.used"]) or 0.0) - own < MUCH_MEMORY:
         return Finding(subject, found)
     by = f" (processes on GPUs: {', '.join(others)})" if others else ""
     return Finding(
@@ -99,7 +172,7 @@ def _clocks(state: dict[str, str], reason: str) -> Finding:
 
 def _power(state: dict[str, str]) -> Finding:
     subject, found = f"GPU {state['index']} power", f"{state['power.draw']} of {state['power.limit']} W"
-    limit, default = (nvidia_smi.number(state[name]) for name in ("power.limit", "power.default_limit"))
+    limit, default = (number(state[name]) for name in ("power.limit", "power.default_limit"))
     if limit and default and limit < default:
         advice = (
             f"the cap is below the default of {default:.0f} W and slows long runs: `nvidia-smi -pl {default:.0f}` as"

@@ -1,14 +1,39 @@
-"""What doctor looks at on any machine: packages, variables, the C compiler, Triton's cache, disk and threads."""
+"""What doctor looks at on any machine: packages, variables, the C compiler, Triton's cache, disk and threads; and
+how a finding is written down.
+"""
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from tilewise.doctor.finding import MISSING, Finding, Level, version_of
+Level = Literal["ok", "note", "problem"]
+MISSING = "not installed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what was found, whether it is a problem, and what to do about it."""
+
+    subject: str
+    found: str
+    level: Level = "ok"
+    advice: str = ""
+
+
+def version_of(package: str) -> str:
+    """The version of a package that can be imported; one that was only copied beside others has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"
+
 
 # What lacks without a package, and what installs it from the repository.
 PACKAGES = {

@@ -1,20 +1,41 @@
 """An audit of offsets: every operator's launches at sizes that no machine holds, for 32-bit overflow, accesses out of
 bounds and grid limits.
+
+Calls at virtual sizes, for the audit of their launches: 10 million tokens, many heads, strides far apart.
+
+Tensors have shapes and no memory.
+
+One launch: whether a GPU can launch it, and chosen programs interpreted with every 32-bit number and every address
+checked.
+
+Interpreting needs a process that interprets kernels, and one that does nothing else meanwhile: Triton's interpreter is
+changed for as long as a launch is audited.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
+import torch
+import triton.language
 from rich.console import Console
 from rich.markup import escape
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
 
 from tilewise import workbench
+from tilewise.inspect.audit_memory import Table, VirtualMemory
+from tilewise.interpreter import repair
+from tilewise.ops._host.launching import Launch, capture
 
 
 @dataclass(frozen=True)
@@ -86,3 +107,248 @@ def print_audit(results: Sequence[AuditResult], console: Console) -> bool:
     )
     console.print(verdict, highlight=False)
     return not failed
+
+
+# Not a multiple of any tile.
+TOKENS = 10_000_019
+CHANNELS = 128
+HEADS, KEY_HEADS = 256, 16
+# Elements from token to token where a tensor is a slice of something wide, such as all layers' projections side by
+# side.
+FAR = 1 << 20
+# Lengths of packed sequences.
+LENGTHS = (3_000_017, 0, TOKENS - 3_000_017)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call at a virtual size: in words, for which architecture, and the call."""
+
+    sizes: str
+    architecture: int
+    call: Callable[[], object]
+
+    def launches(self) -> list[Launch]:
+        """What it launches, of each kernel, with each set of constants and optional arguments, the first
+        and the last.
+        """
+        with capture(self.architecture) as found:
+            self.call()
+        ends: dict[Any, list[Launch]] = {}
+        for launch in found:
+            # Upper case is constexpr.
+            constants = (repr(value) for name, value in sorted(launch.arguments.items()) if name.isupper())
+            key = (launch.kernel.__name__, *constants, *_missing(launch.arguments.items()))
+            ends[key] = [*ends.get(key, [])[:1], launch]
+        return [launch for pair in ends.values() for launch in pair]
+
+
+def _missing(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Optional arguments, and fields of records, that are not given."""
+    for name, value in named:
+        if value is None:
+            yield name
+        elif hasattr(value, "_asdict"):
+            yield from (f"{name}.{field}" for field in _missing(value._asdict().items()))
+
+
+def rows(heads: int, *, packed: bool = False, batch: int = 2, tokens: int = TOKENS, stride: int = 0) -> torch.Tensor:
+    """[B, T, H, D], or packed [N, H, D], in bf16; with a stride, tokens lie so many elements apart."""
+    sizes: tuple[int, ...] = (tokens, heads, CHANNELS)
+    strides: tuple[int, ...] = (stride or heads * CHANNELS, CHANNELS, 1)
+    if not packed:
+        sizes, strides = (batch, *sizes), (strides[0] * tokens, *strides)
+    return torch.empty_strided(sizes, strides, dtype=torch.bfloat16, device="meta")
+
+
+def gates(*, packed: bool) -> torch.Tensor:
+    """A gate of each token and head."""
+    return torch.empty((*(() if packed else (2,)), TOKENS, HEADS), dtype=torch.bfloat16, device="meta")
+
+
+def named(count: int, *, packed: bool) -> torch.Tensor:
+    """The blocks that each token and key head names."""
+    return torch.empty((*(() if packed else (2,)), TOKENS, KEY_HEADS, count), dtype=torch.int32, device="meta")
+
+
+def offsets(packed: bool) -> torch.Tensor | None:
+    """Of the packed sequences, where they are packed."""
+    return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32) if packed else None
+
+
+def in_words(packed: bool, far: bool = False, batch: int = 2, heads: int = HEADS) -> str:
+    """What the tensors are."""
+    many = (
+        f"packed sequences of {', '.join(f'{length:,}' for length in LENGTHS)} tokens"
+        if packed
+        else f"{batch} x {TOKENS:,} tokens"
+    )
+    return f"{many}, {heads} heads of {CHANNELS}" + (f", {FAR:,} elements from token to token" if far else "")
+
+
+def layouts() -> Iterator[tuple[str, int, bool, int]]:
+    """In words, the architecture, packed or not, and the stride of tokens: dense tensors with descriptors where there
+    are any, the others without.
+    """
+    for architecture, packed, far in ((90, False, False), (80, False, True), (90, True, True)):
+        yield in_words(packed, far), architecture, packed, FAR if far else 0
+
+
+# A loop of more steps runs its first, its middle and its last: numbers that follow from the loop's own are largest at
+# its ends.
+MOST_STEPS = 3
+MOST_PROGRAMS = 2**31 - 1
+# What a tensor descriptor can describe: cuTensorMapEncodeTiled takes strides in bytes below this.
+MOST_DESCRIPTOR_STRIDE = 2**40
+OPERATIONS: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def limits(launch: Launch) -> list[str]:
+    """What a launch asks for and no GPU gives."""
+    wrong = (
+        [f"a grid of {launch.grid:,} programs: no GPU launches more than {MOST_PROGRAMS:,}"]
+        if launch.grid > MOST_PROGRAMS
+        else []
+    )
+    for name, value in launch.arguments.items():
+        if hasattr(value, "block_shape"):
+            # A tensor descriptor, Triton's or Gluon's.
+            stride = max(value.strides) * value.base.element_size()
+            if stride >= MOST_DESCRIPTOR_STRIDE:
+                wrong.append(
+                    f"a descriptor of {name} with a stride of {stride:,} bytes: it must be below"
+                    f" {MOST_DESCRIPTOR_STRIDE:,}"
+                )
+    return wrong
+
+
+def can_interpret(launch: Launch) -> bool:
+    """Whether there is an interpreter for the kernel: for Gluon's there is none."""
+    return hasattr(launch.kernel, "rewrite")
+
+
+def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
+    """What goes wrong in the first, the last and some programs between, each once, with the line of the kernel where it
+    does.
+    """
+    found: dict[str, None] = {}
+
+    def report(message: str) -> None:
+        where = _kernel_line(sys._getframe())
+        # One line goes wrong in many programs: the first is enough.
+        if not any(known.startswith(f"{where}: ") for known in found):
+            found[f"{where}: {message}"] = None
+
+    repair()
+    memory = VirtualMemory(interpreter._interpreter, report)
+    arguments = memory.place(launch.arguments, tables)
+    programs = sorted({0, min(1, launch.grid - 1), launch.grid // 2, launch.grid - 1})
+    virtual = _replaced(interpreter, "_interpreter", memory)
+    with _checked_numbers(report), _sampled_loops(), _programs(programs, launch.grid), virtual:
+        executor = _Executor(launch.kernel.rewrite(), launch.kernel.arg_names, (len(programs),))
+        try:
+            executor(**arguments)
+        except interpreter.InterpreterError as error:
+            # What was wrong before may have led there.
+            found[f"the kernel cannot be interpreted to its end: {error}"] = None
+    return list(found)
+
+
+class _Executor(interpreter.GridExecutor):  # type: ignore[misc]
+    """Arguments are passed on as they are: addresses are not copied."""
+
+    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
+        return args_dev, kwargs
+
+    def _restore_args_dev(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _programs(programs: list[int], grid: int) -> Iterator[None]:
+    """The executor goes over a small grid; program i of it is `programs[i]` of `grid`."""
+    builder = interpreter.interpreter_builder
+    set_index, set_size = builder.set_grid_idx, builder.set_grid_dim
+    with (
+        _replaced(builder, "set_grid_idx", lambda x, y, z: set_index(programs[x], y, z)),
+        _replaced(builder, "set_grid_dim", lambda x, y, z: set_size(grid, y, z)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _checked_numbers(report: Callable[[str], None]) -> Iterator[None]:
+    """Sums, differences and products that do not fit their type, but for those that say `sanitize_overflow=False`; and
+    casts that cut a number.
+    """
+    original = TritonSemantic.cast
+
+    def check(_self: Any, x: Any, y: Any, operation: Any) -> None:
+        kind = x.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        exact = OPERATIONS[operation.__name__](x.handle.data.astype(np.int64), y.handle.data.astype(np.int64))
+        outside = exact[(exact > kind.get_int_max_value()) | (exact < kind.get_int_min_value())]
+        if outside.size:
+            report(f"{kind} overflows: {operation.__name__} gives {int(outside.flat[0]):,}")
+
+    def cast(self: Any, x: Any, dtype: Any, *rest: Any) -> Any:
+        kind, wanted = x.type.scalar, dtype.scalar
+        result = original(self, x, dtype, *rest)
+        if kind.is_int() and wanted.is_int() and 1 < wanted.int_bitwidth < kind.int_bitwidth:
+            cut = x.handle.data[x.handle.data != result.handle.data]
+            if cut.size:
+                report(f"{kind} is cut to {wanted}: {int(cut.flat[0]):,} does not fit")
+        return result
+
+    with _replaced(TritonSemantic, "binary_op_sanitize_overflow_impl", check), _replaced(TritonSemantic, "cast", cast):
+        yield
+
+
+def _steps(*bounds: Any) -> Iterator[Any]:
+    """As a kernel's `range`: a tensor each step, so that arithmetic with it is a kernel's too; of a long loop the ends
+    and the middle.
+    """
+    steps = range(*bounds)
+    count = len(steps)
+    chosen = range(count) if count <= MOST_STEPS else (0, count // 2, count - 1)
+    return (interpreter._implicit_cvt(steps[i]) for i in chosen)
+
+
+@contextlib.contextmanager
+def _sampled_loops() -> Iterator[None]:
+    """`range` in kernels is `_steps`."""
+    scopes = [vars(module) for module in list(sys.modules.values()) if _is_device_code(vars(module))]
+    for scope in scopes:
+        scope["range"] = _steps
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            del scope["range"]
+
+
+def _is_device_code(scope: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a module that kernels are written in: it knows the language as `tl`, as all of
+    ours do.
+    """
+    return scope.get("tl") is triton.language and not str(scope.get("__name__")).startswith("triton.")
+
+
+def _kernel_line(frame: FrameType | None) -> str:
+    """File and line of the innermost call from device code."""
+    while frame is not None:
+        if _is_device_code(frame.f_globals):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -17,8 +17,8 @@ backend._INTERPRETING = False
 
 def audit_part(part: str) -> Iterator[dict[str, object]]:
     """One entry a launch: kernel, sizes in words, programs and what is wrong."""
+    from tilewise.inspect.audit import can_interpret, faults, limits
     from tilewise.inspect.audit_memory import tables
-    from tilewise.inspect.audit_run import can_interpret, faults, limits
     from tilewise.workbench.operator import load
 
     _launch_end_chunks()
@@ -34,7 +34,7 @@ def _launch_end_chunks() -> None:
     Only those are kept anyway, and building the others takes a minute and gigabytes a case.
     """
     from tilewise.ops.nsa.selected import index
-    from tilewise.ops.nsa.selected.problem import Named
+    from tilewise.ops.nsa.selected.index import Named
 
     chunks = index.chunks
 

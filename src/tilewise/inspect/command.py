@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import workbench
-from tilewise.environment import environment
+from tilewise.doctor.bug_report import environment
 from tilewise.inspect import allowances
-from tilewise.inspect.diff import diff_lines
 from tilewise.inspect.facts import CARDS
 from tilewise.inspect.pool import Pool
 from tilewise.inspect.request import Row, Wanted, read_rows, write_rows
-from tilewise.inspect.text import print_rows
+from tilewise.inspect.text import diff_lines, print_rows
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import UsageError
 

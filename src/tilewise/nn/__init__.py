@@ -1,7 +1,6 @@
 """torch modules over the operators."""
 
-from tilewise.nn.compression import WindowCompression
-from tilewise.nn.gate_model import GateModel
+from tilewise.nn.compression import GateModel, WindowCompression
 from tilewise.nn.hstu_layer import HSTULayer
 from tilewise.nn.native_sparse_attention import NativeSparseAttention
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tilewise.nn.gate_model import GateModel
+from tilewise.nn.compression import GateModel
 from tilewise.ops._host import checks
 from tilewise.ops.bsa.api import block_sparse_attn
 from tilewise.ops.hstu.api import hstu_attention

@@ -2,14 +2,21 @@
 
 A page is one file without scripts that fetches nothing, so that it reads the same wherever it is opened. Each tool has
 a module here that prepares what its page shows, and a template that extends base.html.j2.
+
+The page of a benchmark: summary, plot, a table a case, and what it was made with.
 """
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from tilewise.bench.result import Report, Row, as_ratio, ratios_of
+from tilewise.bench.text import case_lines, draw, summary_lines
 
 # The steps of the colour scale of errors, as multiples of the limit: two a decade, the same in every map, so that maps
 # can be compared.
@@ -71,3 +78,45 @@ def share(part: int, whole: int) -> str:
     """In percent: 100 only where it is all."""
     percent = 100 * part / whole if whole else 0.0
     return f"{percent:.3g}%" if percent < 99.95 or part == whole else ">99.9%"
+
+
+def render_html(
+    report: Report, environment: Mapping[str, str], doctor: Sequence[Mapping[str, str]], command: str
+) -> str:
+    """The page for `report`, with the `environment` it was made in, what `doctor` found worth saying and the `command`
+    that made it.
+    """
+    return render(
+        "bench",
+        f"{report.operator}, {report.dtype}, on {environment['device']}",
+        None,
+        report=report,
+        cases=[_case(report, name) for name in dict.fromkeys(row.case for row in report.rows)],
+        summary=list(summary_lines(report)),
+        plot=base64.b64encode(draw(report, "png")).decode(),
+        environment=environment,
+        machine=to_mention(doctor),
+        command=command,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case in all modes: what was timed, each with its ratio to the subject, and the lines below the table."""
+
+    name: str
+    problem: str
+    rows: tuple[tuple[Row, str], ...]
+    lines: tuple[str, ...]
+
+
+def _case(report: Report, name: str) -> Case:
+    groups = [group for group in report.groups() if group[0].case == name]
+    rows = []
+    for group in groups:
+        ratios = ratios_of(group, report.subject)
+        for row in group:
+            if row.times:
+                ratio = ratios.get(row.implementation)
+                rows.append((row, "" if ratio is None else as_ratio(ratio)))
+    return Case(name, groups[0][0].problem, tuple(rows), tuple(case_lines(report, groups)))

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from tilewise.report import STEP_COLOURS, STEPS, render, steps_legend
-from tilewise.trace.judge import Row, first_divergence, judge
+from tilewise.trace.explain import Row, first_divergence, judge
 from tilewise.trace.request import Request, Traced
 
 # A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look

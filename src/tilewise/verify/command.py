@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import doctor, workbench
-from tilewise.environment import environment
+from tilewise.doctor.bug_report import environment
 from tilewise.verify.api import run_checks, score, search_failures
-from tilewise.verify.json_report import as_json
 from tilewise.verify.plan import plan, planted
 from tilewise.verify.result import Check, Report, Settings
 from tilewise.verify.suite import Suite
-from tilewise.verify.text import mutant_line, result_lines, verdict_lines
+from tilewise.verify.text import as_json, mutant_line, result_lines, verdict_lines
 from tilewise.workbench.operator import Operator, UsageError
 
 STYLES = {"✓": "green", "✗": "red", "PASS": "green", "FAIL": "red"}

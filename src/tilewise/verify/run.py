@@ -12,7 +12,6 @@ import torch
 
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
 from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
-from tilewise.verify.memory import grows_as_square, peak_memory
 from tilewise.verify.problem import Problem, Tensors, make_fill, place, reverse, sequences
 from tilewise.verify.result import (
     BATCH_ORDER,
@@ -33,7 +32,7 @@ from tilewise.verify.result import (
     Result,
 )
 from tilewise.verify.suite import GROWTH, Suite
-from tilewise.verify.watch import Watch
+from tilewise.verify.watch import Watch, grows_as_square, peak_memory
 from tilewise.workbench.operator import Operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

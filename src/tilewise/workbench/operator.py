@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from tilewise.bench.baseline import Baseline
+    from tilewise.bench.contender import Baseline
     from tilewise.inspect.launches import Labelled
     from tilewise.trace.request import Request, Traced
     from tilewise.verify.every_config import Choice, Entry, Outcome

@@ -5,7 +5,7 @@ import torch
 
 from tilewise.ops.bsa import launch, reference
 from tilewise.ops.bsa.choose.launch import choose
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import Options
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.nsa import configs as nsa_configs
 

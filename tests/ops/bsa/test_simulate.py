@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.ops.bsa import launch, simulate
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import Options
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.nsa.simulate import Tiling, segments

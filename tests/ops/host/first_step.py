@@ -17,8 +17,7 @@ from tilewise import _warmup_worker, workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import backend, compiling, program, register, start, template
 from tilewise.ops._host.launch import Launch
-from tilewise.ops._host.slot import Slot
-from tilewise.ops._host.symbol import Trace, sample
+from tilewise.ops._host.symbol import Slot, Trace, sample
 
 CASES = {
     "flash": ("T=128,D=64,causal", "T=192,D=64,causal"),

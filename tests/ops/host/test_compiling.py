@@ -12,8 +12,8 @@ import triton
 from compiling import run_compiling
 
 from tilewise.ops._host import compiling
+from tilewise.ops._host.backend import jobs
 from tilewise.ops._host.compiling import Task, compile_all, expected, expecting
-from tilewise.ops._host.jobs import jobs
 
 HERE = Path(__file__).parent
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.ops._host import packing
+from tilewise.ops._host import launching
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor, padded_channels, row_strides, tile_widths
 
 
@@ -89,13 +89,13 @@ def test_slots_hold_every_tile_of_every_sequence(lengths):
     block = 32
     offsets = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
     starts = [int(offset) // block + b for b, offset in enumerate(offsets)]
-    assert packing.tile_slots(sum(lengths), block, offsets) == starts[-1]
+    assert launching.tile_slots(sum(lengths), block, offsets) == starts[-1]
     for b, length in enumerate(lengths):
         assert starts[b + 1] - starts[b] >= -(-length // block)
 
 
 def test_dense_tiles_are_counted_exactly():
-    assert packing.tile_slots(65, 32, None) == 3
-    assert packing.tile_slots(0, 32, None) == 0
-    assert packing.batch_size(torch.empty(4, 2, 1, 1), None) == 4
-    assert packing.batch_size(torch.empty(4, 1, 1), torch.tensor([0, 1, 4])) == 2
+    assert launching.tile_slots(65, 32, None) == 3
+    assert launching.tile_slots(0, 32, None) == 0
+    assert launching.batch_size(torch.empty(4, 2, 1, 1), None) == 4
+    assert launching.batch_size(torch.empty(4, 1, 1), torch.tensor([0, 1, 4])) == 2

@@ -11,8 +11,7 @@ from tilewise.ops._host import program, start
 from tilewise.ops._host import template as templates
 from tilewise.ops._host.launch import Launch
 from tilewise.ops._host.program import Operation, Planned, Program
-from tilewise.ops._host.slot import compute
-from tilewise.ops._host.symbol import Trace
+from tilewise.ops._host.symbol import Trace, compute
 from tilewise.ops._host.template import emit
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tilewise.ops._host import template as templates
 from tilewise.ops._host.launch import Launch
-from tilewise.ops._host.slot import Slot, compute
+from tilewise.ops._host.symbol import Slot, compute
 from tilewise.ops._host.template import Template, emit
 
 CPU = torch.device("cpu")

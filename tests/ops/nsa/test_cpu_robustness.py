@@ -20,7 +20,7 @@ from nsa_inputs import (
 from tilewise import native_sparse_attend, native_sparse_attention, select_blocks, selected_attention
 from tilewise.ops.nsa import cpu, cpu_tiles, reference
 from tilewise.ops.nsa.problem import given_windows, mean_windows
-from tilewise.verify.memory import grows_as_square, peak_memory
+from tilewise.verify.watch import grows_as_square, peak_memory
 
 CHOICE = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_count": 4}
 

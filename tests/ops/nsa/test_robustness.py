@@ -12,7 +12,7 @@ from tilewise.ops.nsa import launch
 from tilewise.ops.nsa.choose.launch import choose
 from tilewise.ops.nsa.problem import Sizes
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 
 
 @pytest.mark.gpu
@@ -98,7 +98,7 @@ import json, torch
 from tilewise.inspect.compile import compile_launch
 from tilewise.ops._host.launching import capture
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 x = torch.empty(1, 256, 2, 1, dtype=torch.bfloat16, device="meta")
 with capture(90) as launches:
     indices = torch.empty(1, 256, 1, 4, dtype=torch.int32, device="meta")

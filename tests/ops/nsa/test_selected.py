@@ -6,7 +6,7 @@ import torch
 from tilewise.ops.nsa import configs, reference
 from tilewise.ops.nsa.selected import index
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import Named, cut_blocks, make_inputs, only_blocks
+from tilewise.ops.nsa.selected.index import Named, cut_blocks, make_inputs, only_blocks
 
 
 def problem(device, tokens=70, heads=4, key_heads=2, slots=3, block=16, dtype=torch.float32, cu=None):

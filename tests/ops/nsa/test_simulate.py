@@ -10,7 +10,7 @@ from tilewise.ops.nsa import simulate
 from tilewise.ops.nsa.reference import compressed_attention, selected_attention
 from tilewise.ops.nsa.selected import index
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 from tilewise.ops.nsa.simulate import Incoming, Tiling, compressed_options
 from tilewise.workbench.nsa.base import block_pattern
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewise.ops._host.slot import Slot
-from tilewise.ops._host.symbol import Symbol, plain
+from tilewise.ops._host.symbol import Slot, Symbol, plain
 
 MAX_CHANNELS = 256
 # A program's checks are those of slots and symbols.

@@ -19,7 +19,7 @@ from typing import Any
 from triton import knobs
 from triton.runtime import cache
 
-from tilewise.ops._host.jobs import jobs
+from tilewise.ops._host.backend import jobs
 from tilewise.ops._host.launch import Launch
 
 with contextlib.suppress(ImportError):

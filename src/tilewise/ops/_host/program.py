@@ -17,8 +17,7 @@ from triton import knobs
 from tilewise.ops._host import backend, compiling, start, template
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
-from tilewise.ops._host.slot import ALIGNMENT, Slot
-from tilewise.ops._host.symbol import NAMES, Symbol, Trace
+from tilewise.ops._host.symbol import ALIGNMENT, NAMES, Slot, Symbol, Trace
 from tilewise.ops._host.template import Allocation, Computation, Start, Template
 
 # Kinds of arguments of one plan; beyond, the least recently used one goes.

@@ -19,8 +19,7 @@ from triton.backends.nvidia import driver as nvidia
 from tilewise.ops._host import compiling
 from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
-from tilewise.ops._host.slot import ALIGNMENT, Slot
-from tilewise.ops._host.symbol import Symbol, plain
+from tilewise.ops._host.symbol import ALIGNMENT, Slot, Symbol, plain
 
 # Compiled kernels by what Triton specialises a launch on; beyond, the least recently used one goes.
 MOST_COMPILED = 4096

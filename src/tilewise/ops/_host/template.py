@@ -12,8 +12,7 @@ import torch
 
 from tilewise.ops._host import backend, launching
 from tilewise.ops._host.launch import Descriptor, Launch
-from tilewise.ops._host.slot import ALIGNMENT, Slot, Strides, contiguous_strides
-from tilewise.ops._host.symbol import Trace
+from tilewise.ops._host.symbol import ALIGNMENT, Slot, Strides, Trace, contiguous_strides
 
 # What the code that torch.compile makes allocates with, a third of torch.empty's time. It fills no fresh memory, on
 # whatever request.

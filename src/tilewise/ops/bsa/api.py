@@ -5,11 +5,10 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
-from tilewise.ops._host.register import register
+from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.bsa import cpu, reference
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import Options
 from tilewise.ops.nsa.branches import nothing, without_autocast
 
 if HAS_TRITON:

@@ -1,12 +1,18 @@
 """Tile shapes of block-sparse attention's own kernels, as data, and the pure function that picks them.
 
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
+
+What every backend of block-sparse attention takes beside its tensors, and what its forward gives.
 """
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import family
+
+if TYPE_CHECKING:
+    import torch
+
 
 Kernel = Literal["selected_fwd", "selected_bwd", "choose"]
 
@@ -74,3 +80,34 @@ def query_parts(rows: int, tokens: int) -> int:
     """
     programs, steps = -(-rows // TILE), -(-tokens // TILE)
     return min(max(1, ENOUGH_PROGRAMS // max(1, programs)), max(1, steps // LEAST_STEPS), MOST_PARTS)
+
+
+LAYER_NORM_EPS = 1e-6
+
+
+class Options(NamedTuple):
+    """What one call computes beside its tensors, as the public function names it."""
+
+    block_counts: int
+    block_size: int
+    window_size: int
+    scale: float
+    interleave: bool
+
+
+class Results(NamedTuple):
+    """The output, the blocks as the public function returns them, and what the backward needs: all but the blocks in
+    q's dtype and contiguous.
+
+    k_cmp and v_cmp are the whole blocks' means: dense [B, T // block_size, H, ·], packed [N // block_size, H, ·]; in
+    which rows a packed sequence's means lie is the backend's own business. o_cmp, o_slc and o_swa are the branches'
+    outputs before gates and layer norm; o_swa is empty, [0], where window_size is 0.
+    """
+
+    o: "torch.Tensor"
+    block_indices: "torch.Tensor"
+    k_cmp: "torch.Tensor"
+    v_cmp: "torch.Tensor"
+    o_cmp: "torch.Tensor"
+    o_slc: "torch.Tensor"
+    o_swa: "torch.Tensor"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tilewise.ops.bsa.problem import LAYER_NORM_EPS, Options, Results
+from tilewise.ops.bsa.configs import LAYER_NORM_EPS, Options, Results
 from tilewise.ops.nsa import cpu_tiles as tiles
 from tilewise.ops.nsa.cpu import compress
 from tilewise.ops.nsa.cpu_tiles import STATE

@@ -7,12 +7,12 @@ sparse attention's.
 
 import torch
 
-from tilewise.ops._host.packing import batch_size
+from tilewise.ops._host.launching import batch_size
 from tilewise.ops._host.program import Operation
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.choose.launch import choose
 from tilewise.ops.bsa.combine.launch import Branches, Gates, add_keys, norm_backward, norm_forward
-from tilewise.ops.bsa.problem import Options, Results
+from tilewise.ops.bsa.configs import Options, Results
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.hstu import launch as silu
 from tilewise.ops.nsa.compress.launch import compress, mean_windows

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from tilewise.ops.bsa.problem import LAYER_NORM_EPS
+from tilewise.ops.bsa.configs import LAYER_NORM_EPS
 from tilewise.ops.flash.simulate import LOG2E, Named, dot, state_dtype
 from tilewise.ops.nsa.simulate import (
     Entry,

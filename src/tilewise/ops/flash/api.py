@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
-from tilewise.ops._host.register import register
+from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.flash import cpu, reference
 
 if HAS_TRITON:

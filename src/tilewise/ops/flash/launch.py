@@ -9,18 +9,19 @@ from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,
+    batch_size,
     descriptor,
     fits_descriptor,
     lse_strides,
     padded_channels,
     read_strides,
     strided,
+    tile_slots,
     tile_widths,
     why_pointers,
 )
-from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import configs, families
 from tilewise.ops.flash.configs import Config

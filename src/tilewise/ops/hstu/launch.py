@@ -13,15 +13,16 @@ from tilewise.ops._device.varlen import order_tiles_kernel
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,
+    batch_size,
     descriptor,
     fits_descriptor,
     padded_channels,
     read_strides,
     strided,
+    tile_slots,
     tile_widths,
     why_pointers,
 )
-from tilewise.ops._host.packing import batch_size, tile_slots
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.launch import LOG2E

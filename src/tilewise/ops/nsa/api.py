@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.register import register
+from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.nsa import branches, problem, reference
 from tilewise.ops.nsa.problem import Sizes, contiguous, scale_of, window_count
 from tilewise.ops.nsa.steps import compressed_attention, select_blocks, selected_attention

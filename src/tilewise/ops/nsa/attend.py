@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.register import register
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.register import autocasting, register
+from tilewise.ops._host.symbol import compute
 from tilewise.ops.flash.api import flash_forward
 from tilewise.ops.nsa import problem, reference
 from tilewise.ops.nsa.branches import KERNELS, fake_outputs, nothing, without_autocast

@@ -7,8 +7,8 @@ that gathers and small products are all there is to do.
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
 from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.register import autocasting
 from tilewise.ops.nsa.cache import NSACache, autocasts, wide
 
 __all__ = ["NSACache", "nsa_decode_step"]

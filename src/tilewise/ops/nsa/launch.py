@@ -5,7 +5,7 @@
 
 import torch
 
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.symbol import compute
 from tilewise.ops.nsa.choose.launch import choose
 from tilewise.ops.nsa.combine.launch import combine, combine_backward
 from tilewise.ops.nsa.compress.launch import (
@@ -16,7 +16,7 @@ from tilewise.ops.nsa.compress.launch import (
     mean_windows,
 )
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 
 __all__ = [
     "attend_backward",

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.symbol import compute
 
 # Keys of a block that a Triton program holds at once.
 MAX_BLOCK = 128

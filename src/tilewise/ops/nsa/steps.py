@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops._host.autocast import autocasting
-from tilewise.ops._host.register import register
+from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.nsa import problem, reference
 from tilewise.ops.nsa.branches import KERNELS, fake_gradients, fake_outputs, without_autocast
 from tilewise.ops.nsa.problem import Sizes, given_windows

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from tilewise.inspect.audit_cases import HEADS, Case, gates, layouts, offsets, rows
+from tilewise.inspect.audit import HEADS, Case, gates, layouts, offsets, rows
 from tilewise.ops.bsa import launch as bsa
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import Options
 
 
 def cases() -> Iterator[Case]:

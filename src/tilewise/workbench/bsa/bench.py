@@ -3,8 +3,8 @@
 import torch
 
 import tilewise
-from tilewise.bench.baseline import Baseline, Call, floating_leaves
-from tilewise.bench.pairs import in_blocks, in_window
+from tilewise.bench.contender import Baseline, Call, floating_leaves
+from tilewise.bench.dense import in_blocks, in_window
 from tilewise.verify.problem import Problem, Tensors, cumulative
 from tilewise.verify.suite import Case
 from tilewise.workbench.bsa.cases import Bsa

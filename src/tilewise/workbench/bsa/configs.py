@@ -10,8 +10,7 @@ import torch
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.bsa import configs, launch
 from tilewise.ops.bsa.choose import launch as choose
-from tilewise.ops.bsa.configs import TABLE, WIDTHS, Config, Kernel
-from tilewise.ops.bsa.problem import Options
+from tilewise.ops.bsa.configs import TABLE, WIDTHS, Config, Kernel, Options
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.ops.flash.configs import Family
 from tilewise.ops.nsa.compress.launch import compress

@@ -4,7 +4,7 @@ import torch
 
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.bsa import launch
-from tilewise.ops.bsa.problem import Options, Results
+from tilewise.ops.bsa.configs import Options, Results
 from tilewise.ops.flash.configs import family
 from tilewise.workbench.bsa.configs import BLOCK, Entry
 from tilewise.workbench.hstu.inspect import BATCH, HEADS, TOKENS, offsets, rows

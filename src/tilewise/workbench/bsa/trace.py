@@ -10,7 +10,7 @@ import torch
 from tilewise.ops._host.launching import tile_widths
 from tilewise.ops.bsa import configs, launch, simulate
 from tilewise.ops.bsa.combine.launch import norm_rows
-from tilewise.ops.bsa.problem import Options, Results
+from tilewise.ops.bsa.configs import Options, Results
 from tilewise.ops.bsa.reference import block_sparse_attn
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.flash.simulate import Named

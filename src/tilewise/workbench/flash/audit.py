@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.inspect.audit_cases import CHANNELS, HEADS, KEY_HEADS, TOKENS, Case, in_words, layouts, offsets, rows
+from tilewise.inspect.audit import CHANNELS, HEADS, KEY_HEADS, TOKENS, Case, in_words, layouts, offsets, rows
 from tilewise.ops.flash import launch as flash
 
 

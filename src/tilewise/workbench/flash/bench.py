@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tilewise.bench.dense import Dense, baselines
-from tilewise.bench.pairs import window_pairs
+from tilewise.bench.dense import Dense, baselines, window_pairs
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.flash.cases import Flash

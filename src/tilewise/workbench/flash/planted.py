@@ -13,7 +13,7 @@ _WORK, _BLOCKS, _GRADIENTS, _FWD, _BWD, _SUM, _REACH = (
     "flash.hopper.fwd",
     "flash.hopper.bwd",
     "flash.hopper.sum",
-    "_device.reach",
+    "_device.mask",
 )
 _planted = partial(Mutant, capability=(9, 0))
 
@@ -145,7 +145,7 @@ PORTABLE = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.delta",
+        "_device.softmax",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),

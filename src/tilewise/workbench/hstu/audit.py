@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tilewise.inspect.audit_cases import FAR, HEADS, LENGTHS, TOKENS, Case, in_words, rows
+from tilewise.inspect.audit import FAR, HEADS, LENGTHS, TOKENS, Case, in_words, rows
 from tilewise.ops.hstu import launch as hstu
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from tilewise.bench.baseline import Baseline, Call, CannotRunError, as_leaf
+from tilewise.bench.contender import Baseline, Call, CannotRunError, as_leaf
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.hstu.cases import Hstu

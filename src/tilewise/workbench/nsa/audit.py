@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tilewise.inspect.audit_cases import (
+from tilewise.inspect.audit import (
     FAR,
     HEADS,
     KEY_HEADS,

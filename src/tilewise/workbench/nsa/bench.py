@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from tilewise.bench.dense import Dense, baselines
-from tilewise.bench.pairs import ended_windows, in_blocks, in_window
+from tilewise.bench.dense import Dense, baselines, ended_windows, in_blocks, in_window
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.suite import Case
 from tilewise.workbench.nsa.base import Sequences

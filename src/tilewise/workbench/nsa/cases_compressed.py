@@ -273,7 +273,7 @@ MUTANTS = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.delta",
+        "_device.softmax",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),

@@ -14,7 +14,7 @@ from tilewise.ops.nsa.configs import TABLE, WIDTHS, Config, Kernel
 from tilewise.ops.nsa.problem import Sizes, window_count
 from tilewise.ops.nsa.reference import choice_scores, compressed_attention, selected_attention
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import make_inputs
+from tilewise.ops.nsa.selected.index import make_inputs
 from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.workbench.flash import configs as flash_configs
 from tilewise.workbench.nsa.base import block_pattern

@@ -13,7 +13,7 @@ from tilewise.ops.nsa.choose import launch as choose
 from tilewise.ops.nsa.compress import launch as compressed
 from tilewise.ops.nsa.problem import Sizes, window_count
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import Inputs, make_inputs
+from tilewise.ops.nsa.selected.index import Inputs, make_inputs
 from tilewise.workbench.flash import inspect as flash
 from tilewise.workbench.flash.configs import Entry as FlashEntry
 from tilewise.workbench.nsa.configs import BLOCK, CARDS, Entry

@@ -131,7 +131,7 @@ SELECTED = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.delta",
+        "_device.softmax",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),
@@ -194,7 +194,7 @@ ATTEND = (
     Mutant(
         "twice-counts-once",
         "a block that is named twice counts once",
-        "nsa.selected.problem",
+        "nsa.selected.index",
         "once=causal",
         "once=True",
     ),
@@ -247,7 +247,7 @@ ATTEND = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.delta",
+        "_device.softmax",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),
@@ -255,7 +255,7 @@ ATTEND = (
         "dq-unscaled",
         "dQ lacks the scale",
         _BWD,
-        "tl.dot(b_ds, b_k, input_precision=SHAPE.PRECISION) * scales.scale",
+        "tl.dot(b_ds, b_k, input_precision=PRECISION) * scales.scale",
         "tl.dot(b_ds, b_k, input_precision=SHAPE.PRECISION)",
     ),
     Mutant("dq-slot-lost", "dQ lacks the first slot", _BWD, "for i_s in range(SLOTS)", "for i_s in range(1, SLOTS)"),

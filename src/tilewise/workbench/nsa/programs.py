@@ -12,7 +12,7 @@ from tilewise.ops.flash.simulate import Named, prepare
 from tilewise.ops.nsa import configs, simulate
 from tilewise.ops.nsa.reference import selected_attention
 from tilewise.ops.nsa.selected import launch as selected
-from tilewise.ops.nsa.selected.problem import Inputs, make_inputs
+from tilewise.ops.nsa.selected.index import Inputs, make_inputs
 from tilewise.ops.nsa.simulate import Incoming, Segment, Tiling
 from tilewise.trace import beside
 from tilewise.trace.beside import (

@@ -13,10 +13,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.ops._device.hopper.aggregate import aggregate
-from tilewise.ops._device.hopper.ring import HeadRows, load_tile, ring_at, store_tile, thread_barrier, tma_load
+from tilewise.ops._device.hopper.ring import (
+    HeadRows,
+    aggregate,
+    load_tile,
+    ring_at,
+    store_tile,
+    thread_barrier,
+    tma_load,
+)
 from tilewise.ops._device.hopper.semaphore import BlockMessage, post_block, read_block, zero_accumulator
-from tilewise.ops._device.reach import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
+from tilewise.ops._device.mask import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
 from tilewise.ops._device.varlen import find_tile, first_slot, sequence_bounds
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.ops._device.hopper.ring import as_matrix, ring_at, thread_barrier
-from tilewise.ops._device.reach import meets_first
+from tilewise.ops._device.mask import meets_first
 from tilewise.ops._device.softmax import cap_scores
 
 

@@ -12,9 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.ops._device.hopper.aggregate import aggregate
-from tilewise.ops._device.hopper.ring import ring_at, thread_barrier
-from tilewise.ops._device.reach import heads_of_sweep, meets_first
+from tilewise.ops._device.hopper.ring import aggregate, ring_at, thread_barrier
+from tilewise.ops._device.mask import heads_of_sweep, meets_first
 
 # Accumulators of dQ that `acquire` may be ahead of `release`.
 ORDER_STAGES = gl.constexpr(4)

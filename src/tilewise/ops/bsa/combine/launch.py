@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, strided
-from tilewise.ops._host.packing import batch_size, tile_slots
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, strided, tile_slots
+from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.combine.kernels import (
@@ -19,7 +18,7 @@ from tilewise.ops.bsa.combine.kernels import (
     bsa_norm_bwd_kernel,
     bsa_norm_fwd_kernel,
 )
-from tilewise.ops.bsa.problem import LAYER_NORM_EPS
+from tilewise.ops.bsa.configs import LAYER_NORM_EPS
 
 # Keys of one program that adds up their gradient.
 KEYS = 32

@@ -9,17 +9,16 @@ import torch
 
 from tilewise.ops._device.blocks import KeySums, ListsShape
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import Launch, padded_channels, power_of_2, strided, tile_widths
-from tilewise.ops._host.packing import batch_size
+from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, strided, tile_widths
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.selected.kernels import bsa_selected_bwd_kernel, bsa_selected_fwd_kernel
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs as nsa_configs
 from tilewise.ops.nsa.selected import index
+from tilewise.ops.nsa.selected.index import Named, check_blocks, cut_blocks
 from tilewise.ops.nsa.selected.kernels.bwd import nsa_selected_bwd_keys_kernel, nsa_selected_bwd_queries_kernel
 from tilewise.ops.nsa.selected.launch import SUMMED_KEYS, SUMMED_ROWS, index_type, sum_keys, widths
-from tilewise.ops.nsa.selected.problem import Named, check_blocks, cut_blocks
 
 
 class Inputs(NamedTuple):

@@ -86,7 +86,7 @@ from tilewise.ops._device.hopper.semaphore import (
     read_block,
     read_visits,
 )
-from tilewise.ops._device.reach import heads_of_sweep, whole_tiles
+from tilewise.ops._device.mask import heads_of_sweep, whole_tiles
 from tilewise.ops._device.records import Limits
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.

@@ -9,8 +9,7 @@ import torch
 
 from tilewise.ops._device.records import Offsets, Scales
 from tilewise.ops._host.hopper import processors, tile_descriptor
-from tilewise.ops._host.launching import Launch
-from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.launching import Launch, batch_size, tile_slots
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import ROWS, Forward
 from tilewise.ops.flash.hopper.fwd import ForwardTile, flash_fwd_hopper_kernel

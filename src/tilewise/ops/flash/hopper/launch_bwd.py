@@ -13,10 +13,9 @@ from tilewise.ops._device.records import Offsets, Scales
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
-from tilewise.ops._host.launching import Launch, lse_strides, row_strides
-from tilewise.ops._host.packing import batch_size, tile_slots
+from tilewise.ops._host.launching import Launch, batch_size, lse_strides, row_strides, tile_slots
 from tilewise.ops._host.program import Operation
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.flash.hopper.bwd import BackwardTile, flash_bwd_hopper_kernel
 from tilewise.ops.flash.hopper.configs import Backward, Order, choose_backward, padded, sweeps_heads

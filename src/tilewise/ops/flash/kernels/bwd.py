@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.delta import row_gradients
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keep, key_range, keys_seen, query_range, zero_unseen
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.softmax import cap_scores, score_gradient
+from tilewise.ops._device.softmax import cap_scores, row_gradients, score_gradient
 from tilewise.ops._device.tap import tap_step
 from tilewise.ops._device.varlen import locate_tile, other_side
 

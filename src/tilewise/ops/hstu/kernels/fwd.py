@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.history import history_end
+from tilewise.ops._device.history import history_end, kept_pairs, keys_of
 from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.mask import diagonal, keys_seen
-from tilewise.ops._device.pairs import kept_pairs, keys_of
 from tilewise.ops._device.records import History, Pairs, Rows, Window
 from tilewise.ops._device.silu import silu_weights
 from tilewise.ops._device.tap import tap_once, tap_step

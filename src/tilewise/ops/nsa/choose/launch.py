@@ -5,14 +5,16 @@ import torch
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,
+    batch_size,
     descriptor,
     fits_descriptor,
     padded_channels,
+    pieces,
     power_of_2,
     row_strides,
+    tile_slots,
     why_pointers,
 )
-from tilewise.ops._host.packing import batch_size, pieces, tile_slots
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E

@@ -1,16 +1,18 @@
 """What tokens name, grouped by blocks of keys (lists) or by tiles of queries (unions): launches of the
 index kernels.
+
+One call of attention to named blocks: which blocks tokens name, and the tensors and numbers beside them.
 """
 
 from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.ops._device.blocks import Lists, ListSizes, Unions
-from tilewise.ops._host.launching import Launch
-from tilewise.ops._host.packing import pieces
-from tilewise.ops._host.slot import compute
-from tilewise.ops._host.template import emit
+from tilewise.ops._device.blocks import Lists, ListSizes, Naming, Unions
+from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.launching import Launch, batch_size, pieces, power_of_2, tile_slots, tile_widths
+from tilewise.ops._host.symbol import compute
+from tilewise.ops._host.template import emit, note
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected.kernels.index import (
     nsa_index_count_kernel,
@@ -19,7 +21,203 @@ from tilewise.ops.nsa.selected.kernels.index import (
     nsa_index_tiles_kernel,
     nsa_index_union_kernel,
 )
-from tilewise.ops.nsa.selected.problem import Named
+
+# Entries are sorted by block and place as one 31-bit number.
+MOST_BLOCKS = 2**31 - 1
+
+
+class Named(NamedTuple):
+    """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots
+    for the token's own stretch.
+
+    `once` counts a block that a token names twice once.
+    """
+
+    indices: torch.Tensor
+    cu: torch.Tensor | None
+    block_size: int
+    own: int
+    once: bool
+
+    @property
+    def heads(self) -> int:
+        """Index heads."""
+        return self.indices.shape[-2]
+
+    @property
+    def slots(self) -> int:
+        """Entries of one token and head."""
+        return self.indices.shape[-1] + self.own
+
+    @property
+    def slots_p(self) -> int:
+        """As tiles hold them."""
+        return power_of_2(max(self.slots, 1))
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens whose entries are sorted together for the lists."""
+        return max(1, configs.LIST_ENTRIES // self.slots_p)
+
+    def tile_slots(self, tokens: int) -> int:
+        """Tiles of so many tokens, of all sequences together."""
+        sequences = 1 if self.cu is not None else self.indices.shape[0]
+        return tile_slots(self.indices.shape[-3], tokens, self.cu) * sequences
+
+    @property
+    def lists(self) -> int:
+        """One for each block and head."""
+        return self.heads * self.tile_slots(self.block_size)
+
+    def geometry(self) -> dict[str, object]:
+        """The arguments that every index kernel takes."""
+        return {
+            "indices": self.indices,
+            "cu": self.cu,
+            "n_batch": batch_size(self.indices, self.cu),
+            "n_tokens": self.indices.shape[-3],
+            "n_heads": self.heads,
+        }
+
+    def naming(self, tokens: int) -> Naming:
+        """The constants that they take, for tiles of so many tokens."""
+        return Naming(self.block_size, self.indices.shape[-1], self.own, tokens, self.slots_p)
+
+
+def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
+    return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32).contiguous()
+
+
+def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """In 32 bits, with -1 in place of a number that is none of so many blocks."""
+    return compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
+
+
+def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    within = torch.arange(parts, dtype=torch.int32, device=indices.device)
+    return torch.where(indices[..., None] >= 0, indices[..., None] * parts + within, -1).flatten(-2).contiguous()
+
+
+def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
+    """Each block's parts in place of it, one after another."""
+    return compute(
+        _cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32
+    )
+
+
+def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
+    """Each along an axis so often, one after another."""
+    shape = list(x.shape)
+    shape[axis] *= times
+    return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)
+
+
+def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
+    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a
+    token can name.
+    """
+    blocks = -(-tokens // block_size)
+    if blocks * parts >= MOST_BLOCKS // power_of_2(max(slots, configs.UNION_ENTRIES)):
+        raise ValueError(
+            f"block_size is {block_size} and there are {tokens} tokens: more blocks than the index can number; take"
+            " larger blocks"
+        )
+    return blocks
+
+
+def _why_key_order_only(plain: bool, group: int, tokens: int, slots: int) -> str:
+    """Why the query order cannot serve: `tokens` of a tile that name `slots` blocks each, for a GQA group."""
+    if not plain:
+        reason = "own blocks or sel_scale"
+    elif group == 1:
+        reason = "one query head for each KV head"
+    else:
+        reason = f"{tokens} tokens of a tile with {slots} blocks each"
+    return f"{reason}: key order only (lists)"
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and numbers; `causal` limits every named block to the keys up to the token, else only the
+    token's own stretch.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    named: Named
+    sel_scale: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """The wider of the two channel counts, as tiles hold it."""
+        return max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a choice."""
+        return self.q.shape[-2] // self.named.heads
+
+    @property
+    def block_n(self) -> int:
+        """Keys of one tile: a block, as tiles hold it."""
+        return max(16, power_of_2(self.named.block_size))
+
+    def config(self, kernel: configs.Kernel) -> configs.Config:
+        """The tiles of one kernel."""
+        return configs.choose(kernel, self.width, self.q.element_size(), architecture(self.q.device))
+
+    def union_tokens(self, kernel: configs.Kernel) -> int:
+        """Tokens of one union, 0 where the query order cannot serve: a bit a token, entries compared in one tile, and
+        more than one head a token.
+        """
+        group_p = power_of_2(self.group)
+        tokens = self.config(kernel).block_m // group_p
+        plain = self.named.own == 0 and self.sel_scale is None and self.causal
+        if not plain or group_p == 1 or tokens > 32 or tokens * self.named.slots_p > configs.UNION_ENTRIES:
+            note(self.q, _why_key_order_only, plain, group_p, tokens, self.named.slots)
+            return 0
+        return tokens
+
+
+def make_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+    sel_scale: torch.Tensor | None = None,
+    own: bool = False,
+    causal: bool = True,
+) -> Inputs:
+    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their
+    own.
+    """
+    width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
+    parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
+    if parts == 0:
+        raise ValueError(
+            f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
+            " be cut into equal parts of 16 or more that do; take a multiple of 16, or backend='reference'"
+        )
+    blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
+    if indices.dtype != torch.int32 or parts > 1:
+        indices = only_blocks(indices, blocks)
+    if parts > 1:
+        indices = cut_blocks(indices, parts)
+        sel_scale = None if sel_scale is None else repeat(sel_scale, parts, -1)
+    group, most = q.shape[-2] // indices.shape[-2], configs.rows_a_token(width, size, architecture(q.device))
+    if group > most:
+        heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+        indices = repeat(indices, heads, -2)
+        sel_scale = None if sel_scale is None else repeat(sel_scale, heads, -2)
+    named = Named(indices.contiguous(), cu, block_size // parts, parts if own else 0, once=causal)
+    return Inputs(q, k, v, named, None if sel_scale is None else sel_scale.contiguous(), causal, scale)
+
 
 # The two loop orders as the device names them: by keys (lists) and by queries (unions).
 LISTS, UNION = 0, 1

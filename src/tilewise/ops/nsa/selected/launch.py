@@ -13,6 +13,7 @@ from tilewise.ops._device.records import Scales
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import (
     Launch,
+    batch_size,
     descriptor,
     fits_descriptor,
     power_of_2,
@@ -21,13 +22,12 @@ from tilewise.ops._host.launching import (
     tile_widths,
     why_pointers,
 )
-from tilewise.ops._host.packing import batch_size
-from tilewise.ops._host.slot import compute
+from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected import index
-from tilewise.ops.nsa.selected.index import LISTS, UNION, MadeLists
+from tilewise.ops.nsa.selected.index import LISTS, UNION, Inputs, MadeLists
 from tilewise.ops.nsa.selected.kernels.bwd import (
     Incoming,
     Selection,
@@ -41,7 +41,6 @@ from tilewise.ops.nsa.selected.kernels.fwd import (
     nsa_selected_fwd_merge_kernel,
     nsa_selected_fwd_union_kernel,
 )
-from tilewise.ops.nsa.selected.problem import Inputs
 
 # Which loop order: by keys (lists), by queries (unions), or whichever the device finds faster.
 Order = Literal["lists", "union", "either"]

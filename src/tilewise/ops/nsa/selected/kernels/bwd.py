@@ -28,8 +28,7 @@ from tilewise.ops._device.blocks import (
     segment_rows,
     skipped,
 )
-from tilewise.ops._device.load import load_rows
-from tilewise.ops._device.plain import load_plain, store_plain, store_sums
+from tilewise.ops._device.load import load_plain, load_rows, store_plain, store_sums
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.varlen import locate_slot
 
