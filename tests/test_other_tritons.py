@@ -1,4 +1,5 @@
-"""What `make test-tritons` asks of other releases of Triton: every kernel compiles, every operator is right both ways.
+"""What `make test-tritons` asks of other releases of Triton: every kernel compiles, every launch of verify passes the
+front end, every operator is right both ways.
 
 Spills are no part of it: `tilewise inspect --check` holds them, with the release of constraints.txt.
 """
@@ -18,7 +19,8 @@ from tilewise.inspect.allowances import operators
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
-SCRIPT, MYTORCH = TESTS / "compile_every_kernel.py", TESTS.parent / "packages" / "mytorch"
+SCRIPT, FRONT_END = TESTS / "compile_every_kernel.py", TESTS / "pass_front_end.py"
+MYTORCH = TESTS.parent / "packages" / "mytorch"
 
 
 def kernels(project: Path) -> set[str]:
@@ -29,10 +31,10 @@ def kernels(project: Path) -> set[str]:
     return names
 
 
-def compiled(architecture: int, *groups: tuple[str, ...]) -> set[str]:
+def compiled(architecture: int, *groups: tuple[str, ...], script: Path = SCRIPT) -> set[str]:
     """Names of the kernels that operators launch, all of them compiled; a process compiles for a group of operators."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda group: run_compiling(SCRIPT, architecture, *group), groups)
+        found = pool.map(lambda group: run_compiling(script, architecture, *group), groups)
         rows = [row for of_group in found for row in of_group]
     assert [row for row in rows if row[-1]] == []
     return {kernel for kernel, _, _ in rows}
@@ -47,6 +49,19 @@ def test_every_kernel_compiles_for_hopper():
 def test_the_portable_kernels_compile_for_other_cards(architecture):
     found = compiled(architecture, (*operators(), "probe"))
     assert found == {name for name in kernels(TESTS.parent) if "_hopper_" not in name}
+
+
+def test_every_launch_of_verify_passes_the_front_end():
+    """What masks, targets, packed sequences or missing strides make of a kernel: it is compiled above for one problem
+    only, and what the language takes changes between releases.
+    """
+    names = workbench.names("suite")
+    # Operators of a group share kernels, which pass once.
+    nsa = tuple(name for name in names if name.startswith("nsa"))
+    silu = tuple(name for name in names if "hstu" in name or "bsa" in name)
+    others = tuple(name for name in names if name not in nsa + silu)
+    found = compiled(90, nsa, silu, others, script=FRONT_END)
+    assert kernels(TESTS.parent) - found == {"probe_mixed_widths_kernel"}
 
 
 def test_every_kernel_of_mytorch_compiles():

@@ -126,7 +126,7 @@ def implementation_launches(
     # The values of offsets and the like are there on the CPU alone; numbers that no kernel made would only mislead.
     for device in ("meta", "cpu"):
         try:
-            found = _call(function, case, architecture, dtype, torch.device(device))
+            found = case_launches(function, case, architecture, dtype, torch.device(device))
         except Exception as error:
             failures.append(
                 f"on {device} tensors: {type(error).__name__}:"
@@ -145,21 +145,31 @@ def implementation_launches(
     )
 
 
-def _call(
-    function: Callable[..., Any], case: Case, architecture: int, dtype: torch.dtype, device: torch.device
+def case_launches(
+    function: Callable[..., Any],
+    case: Case,
+    architecture: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    collecting: Callable[[int], contextlib.AbstractContextManager[list[Launch]]] = recorded,
 ) -> list[Labelled]:
+    """What a call with a case's inputs would launch, forward and, where it can be differentiated, backward; our own
+    operators are collected from by `capture`, which takes tensors of any device.
+    """
     problem = case.problem
     tensors = {name: _placed(x, dtype, device) for name, x in problem.tensors(_zeros).items()}
     leaves = [x for x in tensors.values() if x.requires_grad]
-    with recorded(architecture) as launches:
+    # An operator's backward is observed as its forward was, so one list takes both.
+    with collecting(architecture) as launches:
         results = function(**problem.arguments(tensors), **problem.options(), **problem.returning)
-    found = label_once(case.name, "forward", launches)
-    outputs = [x for x in _tensors(results) if x.requires_grad]
-    if outputs:
-        with recorded(architecture) as launches:
+        forward = len(launches)
+        outputs = [x for x in _tensors(results) if x.requires_grad]
+        if outputs:
             torch.autograd.grad(outputs, leaves, [torch.empty_like(x) for x in outputs], allow_unused=True)
-        found += label_once(case.name, "backward", launches)
-    return found
+    return [
+        *label_once(case.name, "forward", launches[:forward]),
+        *label_once(case.name, "backward", launches[forward:]),
+    ]
 
 
 def _zeros(_name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
