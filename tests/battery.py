@@ -56,14 +56,16 @@ LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long
 
 def cpu_cases(*operators: str) -> list:
     """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case and of
-    long ones, are slow.
+    long ones, are slow, but for HSTU's, which are short.
     """
 
-    def slow(i: int, case: str, dtype: str) -> bool:
-        return dtype == "fp16" or (dtype == "bf16" and (i % 2 == 0 or case in LONG_IN_BF16))
+    def slow(operator: str, i: int, case: str, dtype: str) -> bool:
+        return operator != "hstu" and (dtype == "fp16" or (dtype == "bf16" and (i % 2 == 0 or case in LONG_IN_BF16)))
 
     return [
-        pytest.param(operator, case.name, dtype, marks=[pytest.mark.slow] if slow(i, case.name, dtype) else [])
+        pytest.param(
+            operator, case.name, dtype, marks=[pytest.mark.slow] if slow(operator, i, case.name, dtype) else []
+        )
         for operator in operators
         for i, case in enumerate(workbench.find(operator).load("suite").cases)
         for dtype in DTYPES

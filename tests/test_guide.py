@@ -123,7 +123,10 @@ def test_it_can_be_explained(built):
 def test_its_own_tests_pass_and_so_do_those_of_every_operator(built):
     """The registry's tests take a new operator as they find it."""
     options = ("-q", "-p", "no:cacheprovider", "-m", "not slow", "-c", str(ROOT / "pyproject.toml"))
-    everywhere = [str(ROOT / "tests" / "verify" / f"test_{name}.py") for name in ("plan", "problem", "mutants")]
+    everywhere = [
+        str(ROOT / "tests" / f"{name}.py")
+        for name in ("ops/test_cases", "verify/test_plan", "verify/test_problem", "verify/test_mutants")
+    ]
     for words in ((str(built / "tests" / "ops" / "swiglu"),), (*everywhere, "-k", "swiglu")):
         code, said = run(built, "pytest", *options, *words)
         assert code == 0, said

@@ -1,20 +1,10 @@
-"""The CPU backend over the verification cases; and what must not matter to it: tiles, strides, the run, other
-sequences, torch's defaults.
-"""
-
-from functools import partial
+"""What must not matter to the CPU backend: tiles, strides, the run, other sequences, torch's defaults."""
 
 import pytest
 import torch
 
-from tilewise import hstu_attention, workbench
+from tilewise import hstu_attention
 from tilewise.ops.hstu import cpu
-from tilewise.verify.plan import DTYPES
-from tilewise.verify.result import Check, Implementation
-from tilewise.verify.run import Runner
-from tilewise.verify.suite import GROWTH
-from tilewise.verify.text import result_lines
-from tilewise.workbench.hstu.cases import CASES
 
 OFFSETS = torch.tensor([0, 40, 40, 110, 111])
 MASKS = {
@@ -46,24 +36,6 @@ def run(q, k, v, do, offsets=OFFSETS, backend="cpu", **options):
 def assert_same(actual, expected):
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
-
-
-def check(case, dtype):
-    implementation = Implementation("cpu", "cpu")
-    result = Runner(workbench.find("hstu"), partial(hstu_attention, backend="cpu")).run(
-        Check("hstu", implementation, case, dtype)
-    )
-    assert result.passed, "\n".join(result_lines(result, verbose=False))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case.name for case in CASES if case.name not in ("xl", "xxl")])
-def test_cases(case, dtype):
-    check(case, dtype)
-
-
-def test_memory_grows_with_the_length_alone():
-    check(GROWTH, "bf16")
 
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
