@@ -1,4 +1,4 @@
-"""Wrong calls raise before anything is launched, naming the argument, what was expected and what came."""
+"""Wrong calls that block-sparse attention alone can get: they raise before anything is launched, as all do."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ BACKENDS = ("cpu", "triton", "reference")
 GATES = ("g_cmp", "g_slc", "g_swa")
 
 
-def dense(dtype=torch.float32, heads=4, **more):
-    tensors = {name: torch.randn(2, 20, heads, 16, dtype=dtype) for name in ("q", "k", "v", "u")}
+def dense(heads=4, **more):
+    tensors = {name: torch.randn(2, 20, heads, 16) for name in ("q", "k", "v", "u")}
     return (
         tensors
         | {name: torch.rand(2, 20, heads) for name in GATES}
@@ -26,19 +26,6 @@ def packed(offsets=(0, 9, 20), dtype=torch.int32, **more):
 
 
 ATTENTION = {
-    "not-a-tensor": (dense(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-3": (
-        dense(q=torch.randn(20, 4, 16)),
-        ValueError,
-        r"q has 3 dimensions: expected \[B, T, H, D\] \(give seq_offsets for packed",
-    ),
-    "rank-4-packed": (
-        packed(v=torch.randn(1, 20, 4, 16)),
-        ValueError,
-        r"v has 4 dimensions: expected \[N, H, D\].*seq_offsets is given",
-    ),
-    "dtype-mix": (dense(v=torch.randn(2, 20, 4, 16).half()), TypeError, "v is torch.float16 and q is torch.float32"),
-    "integers": (dense(q=torch.ones(2, 20, 4, 16, dtype=torch.int32)), TypeError, "q is torch.int32: expected float16"),
     "heads-differ": (
         dense(k=torch.randn(2, 20, 2, 16)),
         ValueError,
@@ -47,12 +34,6 @@ ATTENTION = {
     "lengths-differ": (dense(k=torch.randn(2, 19, 4, 16)), ValueError, "k and q must have the same shape"),
     "values-differ": (dense(v=torch.randn(2, 20, 2, 16)), ValueError, "v and q must agree in all but the last axis"),
     "no-heads": (dense(heads=0), ValueError, "q has no heads"),
-    "too-wide": (dense(v=torch.randn(2, 20, 4, 257)), ValueError, "v has 257 channels: expected 1 to 256"),
-    "last-axis": (
-        dense(q=torch.randn(2, 20, 16, 4).transpose(2, 3)),
-        ValueError,
-        r"q's last axis has stride 4.*q\.contiguous\(\)",
-    ),
     "u-last-axis": (
         dense(u=torch.randn(2, 20, 16, 4).transpose(2, 3)),
         ValueError,
@@ -69,7 +50,6 @@ ATTENTION = {
         "u is torch.float16 and q is torch.float32: expected q's dtype or float32",
     ),
     "u-none": (dense(u=None), TypeError, "u is a NoneType"),
-    "devices-differ": (dense(v=torch.empty(2, 20, 4, 16, device="meta")), ValueError, "v is on meta and q is on cpu"),
     "gate-list": (dense(g_cmp=[1.0]), TypeError, r"g_cmp is a list: expected a torch.Tensor \[B, T, H\]"),
     "gate-shape": (
         dense(g_slc=torch.rand(2, 20, 2)),
@@ -102,22 +82,6 @@ ATTENTION = {
         ValueError,
         "interleave is True and q has 3 heads: .*give an even number, or interleave=False",
     ),
-    "backend": (dense(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
-    "offsets-start": (packed([1, 20]), ValueError, "seq_offsets starts at 1: the first offset must be 0"),
-    "offsets-unsorted": (packed([0, 9, 3, 20]), ValueError, "seq_offsets decreases from 9 to 3 at position 2"),
-    "offsets-end": (
-        packed([0, 5]),
-        ValueError,
-        "seq_offsets ends at 5: the last offset must be the number of tokens, 20",
-    ),
-    "offsets-none": (packed([0]), ValueError, "seq_offsets holds no sequence and there are 20 tokens"),
-    "offsets-float": (packed(dtype=torch.float32), TypeError, "seq_offsets is torch.float32: expected int32 or int64"),
-    "offsets-list": (packed(seq_offsets=[0, 20]), TypeError, "seq_offsets is a list"),
-    "offsets-device": (
-        packed(seq_offsets=torch.empty(2, dtype=torch.int32, device="meta")),
-        ValueError,
-        "seq_offsets is on meta",
-    ),
 }
 
 
@@ -139,7 +103,6 @@ def layer(offsets=(0, 9, 20), length=16, **more):
 LAYER = {
     "heads-0": (layer(num_heads=0), ValueError, "num_heads is 0: expected a whole number of at least 1"),
     "channels-fraction": (layer(attention_dim=16.0), TypeError, r"attention_dim is 16\.0: expected a whole number"),
-    "not-a-tensor": (layer(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
     "width": (
         layer(attention_dim=8),
         ValueError,
@@ -154,16 +117,6 @@ LAYER = {
     "rank": (layer(q=torch.randn(20, 4, 16)), ValueError, r"q has shape \[20, 4, 16\]: expected \[N, num_heads"),
     "tokens-differ": (layer(k=torch.randn(19, 64)), ValueError, "k has 19 tokens and q has 20: they must be equal"),
     "values-differ": (layer(v=torch.randn(19, 32)), ValueError, "v has 19 tokens and q has 20"),
-    "devices-differ": (layer(k=torch.empty(20, 64, device="meta")), ValueError, "k is on meta and q is on cpu"),
-    "dtype-mix": (layer(k=torch.randn(20, 64).half()), TypeError, "k is torch.float16 and q is torch.float32"),
-    "last-axis": (layer(q=torch.randn(64, 20).T), ValueError, "q's last axis has stride 20"),
-    "offsets-unsorted": (layer((0, 9, 3, 20)), ValueError, "x_offsets decreases from 9 to 3 at position 2"),
-    "offsets-end": (
-        layer((0, 9, 19)),
-        ValueError,
-        "x_offsets ends at 19: the last offset must be the number of tokens, 20",
-    ),
-    "offsets-list": (layer(x_offsets=[0, 9, 20]), TypeError, "x_offsets is a list"),
     "too-long": (
         layer((0, 3, 20)),
         ValueError,
@@ -222,7 +175,6 @@ LAYER = {
     ),
     "count-0": (layer(block_counts=0), ValueError, "block_counts is 0"),
     "window-negative": (layer(window_size=-1), ValueError, "window_size is -1"),
-    "backend": (layer(backend="cuda"), ValueError, "backend is 'cuda'"),
 }
 BAD = {name: (block_sparse_attn, *case) for name, case in ATTENTION.items()} | {
     f"layer-{name}": (hstu_attention_with_bsa, *case) for name, case in LAYER.items()
@@ -238,23 +190,8 @@ def test_bad_input(function, arguments, error, message, backend):
         function(**{"backend": backend} | arguments)
 
 
-def test_fp64_is_for_the_reference_alone():
-    tensors = dense(dtype=torch.float64)
-    assert block_sparse_attn(**tensors, backend="reference")[0].dtype == torch.float64
-    with pytest.raises(TypeError, match="q is torch.float64.*backend='reference' also takes float64"):
-        block_sparse_attn(**tensors)
-
-
 def test_odd_heads_are_taken_without_interleave():
     assert block_sparse_attn(**dense(heads=3), interleave=False)[0].shape == (2, 20, 3, 16)
-
-
-def test_the_environment_chooses_and_is_named(monkeypatch):
-    monkeypatch.setenv("TILEWISE_BACKEND", "reference")
-    assert block_sparse_attn(**dense(dtype=torch.float64))[0].dtype == torch.float64
-    monkeypatch.setenv("TILEWISE_BACKEND", "tritn")
-    with pytest.raises(ValueError, match="TILEWISE_BACKEND is 'tritn'"):
-        hstu_attention_with_bsa(**layer())
 
 
 needs_gpu = pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="values of CUDA tensors")
@@ -262,16 +199,6 @@ needs_gpu = pytest.mark.skipif("not __import__('torch').cuda.is_available()", re
 
 def on_gpu(arguments):
     return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("name", ["offsets-start", "offsets-unsorted", "offsets-end"])
-def test_cuda_values_are_checked_on_request(name, monkeypatch):
-    arguments, error, message = ATTENTION[name]
-    monkeypatch.setenv("TILEWISE_CHECK", "1")
-    with pytest.raises(error, match=message):
-        block_sparse_attn(**on_gpu(arguments))
 
 
 WILD = ([0, 9, 3, 20], [-(2**31), 2**40, -5], [17, 2, 0], [0, 1, 20], [5, 5, 5])

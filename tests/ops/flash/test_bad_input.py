@@ -1,4 +1,4 @@
-"""Wrong calls raise before anything is launched, naming the argument, what was expected and what came."""
+"""Wrong calls that flash_attention alone can get: they raise before anything is launched, as all do."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from tilewise.ops._host import backend as backends
 BACKENDS = ("cpu", "triton", "reference")
 
 
-def qkv(batch=2, queries=8, heads=4, channels=16, *, keys=8, kv_heads=2, values=16, dtype=torch.float32, device="cpu"):
+def qkv(heads=4, kv_heads=2, channels=16):
     return {
-        "q": torch.randn(batch, queries, heads, channels, dtype=dtype, device=device),
-        "k": torch.randn(batch, keys, kv_heads, channels, dtype=dtype, device=device),
-        "v": torch.randn(batch, keys, kv_heads, values, dtype=dtype, device=device),
+        "q": torch.randn(2, 8, heads, channels),
+        "k": torch.randn(2, 8, kv_heads, channels),
+        "v": torch.randn(2, 8, kv_heads, 16),
     }
 
 
@@ -23,23 +23,6 @@ def packed(offsets, tokens=8, dtype=torch.int32, **more):
 
 
 BAD = {
-    "not-a-tensor": (qkv() | {"k": [[1.0]]}, TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-3": (
-        qkv() | {"q": torch.randn(8, 4, 16)},
-        ValueError,
-        r"q has 3 dimensions: expected \[B, T, H, D\].*cu_seqlens_q",
-    ),
-    "rank-4-packed": (
-        packed([0, 8]) | {"v": torch.randn(1, 8, 2, 16)},
-        ValueError,
-        r"v has 4 dimensions: expected \[N, H, D\]",
-    ),
-    "dtype-mix": (qkv() | {"v": qkv(dtype=torch.float16)["v"]}, TypeError, "v is torch.float16 and q is torch.float32"),
-    "integers": (
-        qkv(dtype=torch.float32) | {"q": torch.ones(2, 8, 4, 16, dtype=torch.int64)},
-        TypeError,
-        "q is torch.int64",
-    ),
     "head-ratio": (
         qkv(heads=8, kv_heads=3),
         ValueError,
@@ -50,18 +33,7 @@ BAD = {
     "kv-lengths-differ": (qkv() | {"v": torch.randn(2, 9, 2, 16)}, ValueError, "v and k must agree"),
     "batch-differs": (qkv() | {"q": torch.randn(3, 8, 4, 16)}, ValueError, "k has batch 2 and q has batch 3"),
     "too-wide": (qkv(channels=257), ValueError, "q has 257 channels: expected 1 to 256"),
-    "too-wide-values": (qkv(values=300), ValueError, "v has 300 channels: expected 1 to 256"),
     "no-channels": (qkv(channels=0), ValueError, "q has 0 channels"),
-    "last-axis": (
-        qkv() | {"q": torch.randn(2, 8, 16, 4).transpose(2, 3)},
-        ValueError,
-        r"q's last axis has stride 4.*q\.contiguous\(\)",
-    ),
-    "devices-differ": (
-        qkv() | {"v": torch.empty(2, 8, 2, 16, device="meta")},
-        ValueError,
-        "v is on meta and q is on cpu",
-    ),
     "window-below": (qkv() | {"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\)"),
     "window-not-a-pair": (qkv() | {"window_size": 5}, TypeError, "window_size is 5: expected two whole numbers"),
     "scale-infinite": (qkv() | {"scale": float("inf")}, ValueError, "scale is inf: expected a finite number"),
@@ -71,34 +43,12 @@ BAD = {
         "softcap is -1.0: expected a finite number of at least 0",
     ),
     "softcap-text": (qkv() | {"softcap": "2"}, TypeError, "softcap is a str"),
-    "backend": (qkv() | {"backend": "cuda"}, ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
-    "offsets-start": (packed([1, 8]), ValueError, "cu_seqlens_q starts at 1: the first offset must be 0"),
-    "offsets-negative": (packed([0, -1, 8]), ValueError, "cu_seqlens_q decreases from 0 to -1 at position 1"),
-    "offsets-unsorted": (packed([0, 5, 3, 8]), ValueError, "cu_seqlens_q decreases from 5 to 3 at position 2"),
-    "offsets-none": (packed([0]), ValueError, "cu_seqlens_q holds no sequence and there are 8 tokens"),
     "offsets-k-none": (
         packed([0, 8], cu_seqlens_k=torch.tensor([0])),
         ValueError,
         "cu_seqlens_k holds no sequence and there are 8 tokens",
     ),
-    "offsets-end": (
-        packed([0, 5]),
-        ValueError,
-        "cu_seqlens_q ends at 5: the last offset must be the number of tokens, 8",
-    ),
     "offsets-k-end": (packed([0, 8], cu_seqlens_k=torch.tensor([0, 9])), ValueError, "cu_seqlens_k ends at 9"),
-    "offsets-float": (
-        packed([0, 8], dtype=torch.float32),
-        TypeError,
-        "cu_seqlens_q is torch.float32: expected int32 or int64",
-    ),
-    "offsets-list": (packed([0, 8]) | {"cu_seqlens_q": [0, 8]}, TypeError, "cu_seqlens_q is a list"),
-    "offsets-rank": (packed([[0, 8]]), ValueError, r"cu_seqlens_q has shape \[1, 2\]: expected \[B \+ 1\]"),
-    "offsets-device": (
-        packed([0, 8]) | {"cu_seqlens_q": torch.empty(2, dtype=torch.int32, device="meta")},
-        ValueError,
-        "cu_seqlens_q is on meta",
-    ),
     "offsets-batches": (
         packed([0, 8], cu_seqlens_k=torch.tensor([0, 4, 8])),
         ValueError,
@@ -132,28 +82,6 @@ def test_bad_input(arguments, error, message, backend):
         flash_attention(**{"backend": backend} | arguments)
 
 
-def test_fp64_is_for_the_reference_alone():
-    tensors = qkv(dtype=torch.float64)
-    assert flash_attention(**tensors, backend="reference").dtype == torch.float64
-    with pytest.raises(TypeError, match="q is torch.float64.*backend='reference' also takes float64"):
-        flash_attention(**tensors)
-
-
-def test_triton_on_cpu_tensors_wants_interpretation(monkeypatch):
-    monkeypatch.setattr(backends, "interpreting", lambda: False)
-    with pytest.raises(ValueError, match="backend is 'triton' and the tensors are on the CPU: .*TRITON_INTERPRET=1"):
-        flash_attention(**qkv(), backend="triton")
-
-
-def test_the_environment_chooses_and_is_named(monkeypatch):
-    monkeypatch.setenv("TILEWISE_BACKEND", "reference")
-    assert flash_attention(**qkv(dtype=torch.float64)).dtype == torch.float64
-    monkeypatch.setenv("TILEWISE_BACKEND", "tritn")
-    with pytest.raises(ValueError, match="TILEWISE_BACKEND is 'tritn'"):
-        flash_attention(**qkv())
-    assert flash_attention(**qkv(), backend="cpu").shape == (2, 8, 4, 16)
-
-
 @pytest.mark.parametrize("name", ["cpu", "triton"])
 def test_a_request_never_falls_back(name, monkeypatch):
     monkeypatch.setattr(backends, "interpreting", lambda: False)
@@ -169,15 +97,6 @@ def test_an_old_gpu_is_refused(monkeypatch):
 
 
 needs_gpu = pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="values of CUDA tensors")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_cuda_values_are_checked_on_request(monkeypatch):
-    arguments = {name: x.cuda() for name, x in packed([0, 5, 3, 8]).items()}
-    monkeypatch.setenv("TILEWISE_CHECK", "1")
-    with pytest.raises(ValueError, match="cu_seqlens_q decreases"):
-        flash_attention(**arguments)
 
 
 @pytest.mark.gpu

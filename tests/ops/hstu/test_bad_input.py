@@ -1,4 +1,4 @@
-"""Wrong calls raise before anything is launched, naming the argument, what was expected and what came."""
+"""Wrong calls that hstu_attention alone can get: they raise before anything is launched, as all do."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from tilewise.ops._host import backend as backends
 BACKENDS = ("cpu", "triton", "reference")
 
 
-def packed(offsets=(0, 5, 8), tokens=8, heads=2, channels=16, values=16, *, dtype=torch.float32, device="cpu", **more):
+def packed(heads=2, channels=16, device="cpu", **more):
     tensors = {
-        name: torch.randn(tokens, heads, d, dtype=dtype, device=device)
-        for name, d in (("q", channels), ("k", channels), ("v", values))
+        name: torch.randn(8, heads, d, device=device) for name, d in (("q", channels), ("k", channels), ("v", 16))
     }
-    return tensors | {"seq_offsets": torch.tensor(offsets, dtype=torch.int32, device=device), "max_seq_len": 8} | more
+    offsets = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    return tensors | {"seq_offsets": offsets, "max_seq_len": 8} | more
 
 
 def targets(*counts, **more):
@@ -23,14 +23,6 @@ def targets(*counts, **more):
 
 META = {"device": "meta"}
 BAD = {
-    "not-a-tensor": (packed(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-4": (
-        packed(q=torch.randn(1, 8, 2, 16)),
-        ValueError,
-        r"q has 4 dimensions: expected \[N, H, D\], packed, since seq_offsets is given",
-    ),
-    "dtype-mix": (packed(v=torch.randn(8, 2, 16).half()), TypeError, "v is torch.float16 and q is torch.float32"),
-    "integers": (packed(q=torch.ones(8, 2, 16, dtype=torch.int64)), TypeError, "q is torch.int64"),
     "heads-differ": (
         packed(k=torch.randn(8, 1, 16)),
         ValueError,
@@ -41,14 +33,7 @@ BAD = {
     "values-differ": (packed(v=torch.randn(9, 2, 16)), ValueError, "v and q must agree in all but the last axis"),
     "no-heads": (packed(heads=0), ValueError, "q has no heads: expected at least 1"),
     "too-wide": (packed(channels=257), ValueError, "q has 257 channels: expected 1 to 256"),
-    "too-wide-values": (packed(values=300), ValueError, "v has 300 channels: expected 1 to 256"),
     "no-channels": (packed(channels=0), ValueError, "q has 0 channels"),
-    "last-axis": (
-        packed(q=torch.randn(8, 16, 2).transpose(1, 2)),
-        ValueError,
-        r"q's last axis has stride 2.*q\.contiguous\(\)",
-    ),
-    "devices-differ": (packed(v=torch.empty(8, 2, 16, **META)), ValueError, "v is on meta and q is on cpu"),
     "alpha-infinite": (packed(alpha=float("inf")), ValueError, "alpha is inf: expected a finite number"),
     "alpha-text": (packed(alpha="1"), TypeError, "alpha is a str: expected a number"),
     "longest-negative": (
@@ -69,32 +54,6 @@ BAD = {
         packed(contextual_seq_len=-2),
         ValueError,
         "contextual_seq_len is -2: expected a whole number of at least 0",
-    ),
-    "backend": (packed(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
-    "offsets-start": (packed([1, 8]), ValueError, "seq_offsets starts at 1: the first offset must be 0"),
-    "offsets-unsorted": (packed([0, 5, 3, 8]), ValueError, "seq_offsets decreases from 5 to 3 at position 2"),
-    "offsets-none": (packed([0]), ValueError, "seq_offsets holds no sequence and there are 8 tokens"),
-    "offsets-end": (
-        packed([0, 5]),
-        ValueError,
-        "seq_offsets ends at 5: the last offset must be the number of tokens, 8",
-    ),
-    "offsets-past": (
-        packed([0, 9]),
-        ValueError,
-        "seq_offsets ends at 9: the last offset must be the number of tokens, 8",
-    ),
-    "offsets-float": (
-        packed(seq_offsets=torch.tensor([0.0, 8.0])),
-        TypeError,
-        "seq_offsets is torch.float32: expected int32 or int64",
-    ),
-    "offsets-list": (packed(seq_offsets=[0, 8]), TypeError, "seq_offsets is a list"),
-    "offsets-rank": (packed([[0, 8]]), ValueError, r"seq_offsets has shape \[1, 2\]: expected \[B \+ 1\]"),
-    "offsets-device": (
-        packed(seq_offsets=torch.empty(2, dtype=torch.int32, **META)),
-        ValueError,
-        "seq_offsets is on meta",
     ),
     "targets-negative": (
         targets(-1, 0),
@@ -145,21 +104,12 @@ def test_the_limits_themselves_are_good():
     assert o.isfinite().all()
 
 
-def test_fp64_is_for_the_reference_alone():
-    arguments = packed(dtype=torch.float64)
-    assert hstu_attention(**arguments, backend="reference").dtype == torch.float64
-    with pytest.raises(TypeError, match="q is torch.float64.*backend='reference' also takes float64"):
-        hstu_attention(**arguments, backend="cpu")
-
-
 needs_gpu = pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="values of CUDA tensors")
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    "name", ["offsets-unsorted", "offsets-end", "longest-too-short", "targets-negative", "targets-many"]
-)
+@pytest.mark.parametrize("name", ["longest-too-short", "targets-negative", "targets-many"])
 def test_cuda_values_are_checked_on_request(name, monkeypatch):
     arguments, error, message = BAD[name]
     arguments = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}

@@ -1,4 +1,4 @@
-"""Wrong calls raise before anything is launched, naming the argument, what was expected and what came."""
+"""Wrong calls that native sparse attention alone can get: they raise before anything is launched, as all do."""
 
 import pytest
 import torch
@@ -17,22 +17,15 @@ GATES = ("g_cmp", "g_slc", "g_swa")
 SMALL = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_count": 4, "window_size": 9}
 
 
-def native(tokens=20, dtype=torch.float32, **more):
-    tensors = {"q": torch.randn(2, tokens, 4, 16, dtype=dtype)} | {
-        name: torch.randn(2, tokens, 2, 16, dtype=dtype) for name in "kv"
-    }
-    return tensors | {name: torch.rand(2, tokens, 4) for name in GATES} | SMALL | more
+def native(**more):
+    tensors = {"q": torch.randn(2, 20, 4, 16), "k": torch.randn(2, 20, 2, 16), "v": torch.randn(2, 20, 2, 16)}
+    return tensors | {name: torch.rand(2, 20, 4) for name in GATES} | SMALL | more
 
 
-def packed(offsets=(0, 9, 20), tokens=20, dtype=torch.int32, **more):
-    tensors = {"q": torch.randn(tokens, 4, 16), "k": torch.randn(tokens, 2, 16), "v": torch.randn(tokens, 2, 16)}
-    return (
-        tensors
-        | {name: torch.rand(tokens, 4) for name in GATES}
-        | SMALL
-        | {"cu_seqlens": torch.tensor(offsets, dtype=dtype)}
-        | more
-    )
+def packed(offsets=(0, 9, 20), dtype=torch.int32, **more):
+    tensors = {"q": torch.randn(20, 4, 16), "k": torch.randn(20, 2, 16), "v": torch.randn(20, 2, 16)}
+    tensors |= {name: torch.rand(20, 4) for name in GATES}
+    return tensors | SMALL | {"cu_seqlens": torch.tensor(offsets, dtype=dtype)} | more
 
 
 def learned(windows=4, rows=(2,), heads=2, channels=16, values=16):
@@ -44,18 +37,6 @@ def blocks(fill=0, shape=(2, 20, 2, 4), dtype=torch.int32):
 
 
 NATIVE = {
-    "not-a-tensor": (native(k=[[1.0]]), TypeError, "k is a list: expected a torch.Tensor"),
-    "rank-3": (
-        native(q=torch.randn(20, 4, 16)),
-        ValueError,
-        r"q has 3 dimensions: expected \[B, T, H, D\] \(give cu_seqlens for packed",
-    ),
-    "rank-4-packed": (
-        packed(v=torch.randn(1, 20, 2, 16)),
-        ValueError,
-        r"v has 4 dimensions: expected \[N, H, D\].*cu_seqlens is given",
-    ),
-    "dtype-mix": (native(v=torch.randn(2, 20, 2, 16).half()), TypeError, "v is torch.float16 and q is torch.float32"),
     "head-ratio": (
         native(k=torch.randn(2, 20, 3, 16), v=torch.randn(2, 20, 3, 16)),
         ValueError,
@@ -73,15 +54,7 @@ NATIVE = {
         ValueError,
         "k has 19 tokens and q has 20",
     ),
-    "too-wide": (native(v=torch.randn(2, 20, 2, 257)), ValueError, "v has 257 channels: expected 1 to 256"),
-    "last-axis": (
-        native(q=torch.randn(2, 20, 16, 4).transpose(2, 3)),
-        ValueError,
-        r"q's last axis has stride 4.*q\.contiguous\(\)",
-    ),
-    "devices-differ": (native(v=torch.empty(2, 20, 2, 16, device="meta")), ValueError, "v is on meta and q is on cpu"),
     "scale-infinite": (native(scale=float("inf")), ValueError, "scale is inf: expected a finite number"),
-    "backend": (native(backend="cuda"), ValueError, "backend is 'cuda': expected one of triton, cpu, reference"),
     "size-of-strides": (
         native(compress_size=10),
         ValueError,
@@ -189,21 +162,6 @@ NATIVE = {
         packed(**blocks(2, (20, 2, 4))),
         ValueError,
         r"block_indices holds 2 at \[0, 0, 0\]: expected -1 \(no block\) or 0 to 1",
-    ),
-    "offsets-start": (packed([1, 20]), ValueError, "cu_seqlens starts at 1: the first offset must be 0"),
-    "offsets-unsorted": (packed([0, 9, 3, 20]), ValueError, "cu_seqlens decreases from 9 to 3 at position 2"),
-    "offsets-end": (
-        packed([0, 5]),
-        ValueError,
-        "cu_seqlens ends at 5: the last offset must be the number of tokens, 20",
-    ),
-    "offsets-none": (packed([0]), ValueError, "cu_seqlens holds no sequence and there are 20 tokens"),
-    "offsets-float": (packed(dtype=torch.float32), TypeError, "cu_seqlens is torch.float32: expected int32 or int64"),
-    "offsets-list": (packed(cu_seqlens=[0, 20]), TypeError, "cu_seqlens is a list"),
-    "offsets-device": (
-        packed(cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")),
-        ValueError,
-        "cu_seqlens is on meta",
     ),
 }
 
@@ -380,10 +338,6 @@ def test_bad_input(function, arguments, error, message, backend):
 
 
 def test_fp64_is_for_the_reference_alone():
-    tensors = native(dtype=torch.float64)
-    assert native_sparse_attention(**tensors, backend="reference").dtype == torch.float64
-    with pytest.raises(TypeError, match="q is torch.float64.*backend='reference' also takes float64"):
-        native_sparse_attention(**tensors)
     with pytest.raises(TypeError, match="fq is torch.float64.*backend='reference' also takes float64"):
         native_sparse_attend(**attending() | {name: attending()[name].double() for name in ("fq", "fk", "fv")})
 
@@ -410,9 +364,7 @@ def test_the_kernels_blocks_are_limited(backend):
             assert call().isfinite().all(), name
 
 
-def test_the_environment_chooses_and_is_named(monkeypatch):
-    monkeypatch.setenv("TILEWISE_BACKEND", "reference")
-    assert native_sparse_attention(**native(dtype=torch.float64)).dtype == torch.float64
+def test_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "tritn")
     with pytest.raises(ValueError, match="TILEWISE_BACKEND is 'tritn'"):
         native_sparse_attend(**attending())
@@ -427,9 +379,7 @@ def on_gpu(arguments):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    "name", ["offsets-unsorted", "windows-packed-wrong", "blocks-past-the-end", "blocks-of-another"]
-)
+@pytest.mark.parametrize("name", ["windows-packed-wrong", "blocks-past-the-end", "blocks-of-another"])
 def test_cuda_values_are_checked_on_request(name, monkeypatch):
     arguments, error, message = NATIVE[name]
     monkeypatch.setenv("TILEWISE_CHECK", "1")
