@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "packages", "tests", "benchmarks", "examples", "docs")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MOST_LINES = 480
+MOST_LINES = 450
 
 
 def jitted(source: str) -> list[ast.FunctionDef]:
