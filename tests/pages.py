@@ -4,22 +4,6 @@ import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "link", "br", "img", "input", "source"}
-# For every piece of text in sight: how it stands out from what lies behind it.
-CONTRASTS = """() => {
-    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map(x => x / 255)
-        .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = e => {
-        const c = numbers(getComputedStyle(e).backgroundColor);
-        return c.length < 4 || c[3] > 0 ? c : behind(e.parentElement);
-    };
-    const written = e => [...e.childNodes].some(node => node.nodeType == 3 && node.textContent.trim());
-    return [...document.querySelectorAll("main *")].filter(written).map(e => {
-        const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-        return [(a + 0.05) / (b + 0.05), e.className + ": " + e.textContent.slice(0, 40)];
-    });
-}"""
 
 
 class Balanced(HTMLParser):

@@ -7,7 +7,6 @@ import zlib
 from base64 import b64decode
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
-from pages import CONTRASTS, Balanced, assert_stands_alone
+from pages import Balanced, assert_stands_alone
 
 from tilewise import cli
 from tilewise.ops.flash import simulate
@@ -202,17 +201,8 @@ def test_large_tiles_keep_the_largest_of_each_cell():
     assert np.argwhere(maps["difference"] > 1).tolist() == [[50, 3]]
 
 
-def brightness(colour):
-    return sum(weight * (x / 255) ** 2.2 for weight, x in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
-
-
-def test_colours_keep_their_order_without_hue_and_are_those_of_verify():
-    for scheme, sign in (("light", 1), ("dark", -1)):
-        found = [sign * brightness(colour) for colour in html._ramp(scheme)]
-        below, above = found[: LEVELS + 1], found[LEVELS:]
-        assert all(a < b for a, b in pairwise(below))
-        assert all(a > b for a, b in pairwise(above))
-    # The steps of the page's own style are those of the pictures, and of every other page.
+def test_colours_are_those_of_verify():
+    """The steps of the page's own style are those of the pictures, and of every other page."""
     assert re.findall(r"--s\d: (#\w{6})", page_of(traced())) == [*STEP_COLOURS["light"], *STEP_COLOURS["dark"]]
 
 
@@ -305,14 +295,3 @@ def test_long_names_do_not_overflow_the_page(opened):
         page_of(replace(traced("P_0"), kernel_name="a" * 300, place="b" * 300), request={"kernel": "c" * 300}), 390
     )
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["right", "wrong"])
-def test_all_text_has_contrast(opened, name, scheme):
-    page = opened(PAGES[name](), scheme=scheme)
-    contrasts = page.evaluate(CONTRASTS)
-    assert len(contrasts) > 150
-    assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []
-    red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
-    assert (red < 64) == (scheme == "dark")
