@@ -10,8 +10,6 @@ from tilewise.inspect.request import Wanted
 # Kernels that spill in a loop with a configuration that `--check` does not compile: at 256 channels, and over
 # compressed windows.
 SPILLING = {"bsa_selected_bwd_kernel", "flash_bwd_dkdv_kernel"}
-# What does not start there: 180,224 bytes of 166,912, more than 128 channels.
-TOO_LARGE = {80: {"nsa-selected 3 lists_bwd-bf16-d256-64-w8-s1"}}
 
 
 @pytest.mark.nightly
@@ -23,7 +21,6 @@ def test_every_portable_configuration_fits_and_spills_in_no_loop(architecture):
     allowed = allowances.read_allowances().spilled_in_loops.values()
     listed = {place.rpartition(": ")[2].partition(" ")[0] for places in allowed for place in places}
     assert [f"{row.place}: {row.error}" for row in rows if row.facts is None] == []
-    large = {f"{row.operator} {row.label}" for row in rows if not fits(row.facts)}
-    assert large == TOO_LARGE.get(architecture, set())
+    assert [row.place for row in rows if not fits(row.facts)] == []
     spilling = {row.kernel.partition(" ")[0]: row.place for row in rows if row.facts.spills_in_loops}
     assert {kernel: place for kernel, place in spilling.items() if kernel not in listed | SPILLING} == {}

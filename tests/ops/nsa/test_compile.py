@@ -41,9 +41,16 @@ def test_a_99_kb_card(architecture, channels, block, group):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("channels", [192, 256])
+def test_wide_heads_on_an_a100(channels):
+    """Tiles of 64 rows, as on an H100, take 180,224 bytes in the backward, and a block may have 166,912."""
+    check(80, "bfloat16", channels, 64, 4, spilled=1600)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "channels"),
-    [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
+    [(80, 128), (80, 256), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
 )
 def test_fp32(architecture, channels):
     check(architecture, "float32", channels, 64, 4, spilled=3000)

@@ -78,10 +78,13 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int) -> 
     group = family(architecture)
     if group in ("hopper", "blackwell"):
         return config
-    if group == "small" and kernel == "lists_bwd" and width > WIDTHS[0]:
-        return (
-            config._replace(num_warps=8, ieee=True) if element_size == 4 else config._replace(block_m=32, num_warps=4)
-        )
+    if kernel == "lists_bwd" and width > WIDTHS[0]:
+        if element_size == 2:
+            # 64 rows take 176 KB, more than any of these cards has. An A100 has room for a whole block of keys, whose
+            # sums 4 warps would spill.
+            return config._replace(block_m=32, num_warps=8 if group == "medium" else 4)
+        if group == "small":
+            return config._replace(num_warps=8, ieee=True)
     # Older cards have no tensor descriptors, and hold fewer stages.
     return config._replace(tma=False, registers=None, num_stages=min(config.num_stages, 2))
 
