@@ -30,6 +30,9 @@ MOST_TILES = 64
 SMALLEST_TILE = 16
 
 
+INDENT = "    "
+
+
 @dataclass(frozen=True)
 class HeatMap:
     """The largest error of each head (rows) and tile of `tile` tokens (columns), as a multiple of what is allowed;
@@ -99,6 +102,43 @@ class Comparison:
     def passed(self) -> bool:
         """Whether the tensor is right."""
         return self.failure is None
+
+    def statistics(self) -> str:
+        """Of the difference, in one line."""
+        return (
+            f"max_diff {self.max_diff:.2e}  mean_diff {self.mean_diff:.2e}  std_diff {self.std_diff:.2e}  "
+            f"max_rel_diff {self.max_rel_diff:.2e}  mean_rel_diff {self.mean_rel_diff:.2e}"
+        )
+
+    def lines(self) -> list[str]:
+        """The statistics, and where it failed what is wrong with it."""
+        failure = self.failure
+        allowed = "" if math.isnan(self.allowed) else f"  allowed {self.allowed:.2e}"
+        lines = [f"{mark(self.passed)} {self.name:<5} {self.statistics()}{allowed}"]
+        if failure is None:
+            return lines
+        details = [f"{failure.status}: {failure.problem}"]
+        if failure.elements:
+            share = 100 * failure.exceeding / failure.elements
+            low, high = failure.expected_range
+            details += [
+                (
+                    f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g}"
+                    f" and atol {failure.atol:g}"
+                ),
+                (
+                    f"from {failure.actual_range[0]:.4g} to {failure.actual_range[1]:.4g}, expected {low:.4g} to"
+                    f" {high:.4g}"
+                ),
+            ]
+        return lines + [
+            f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]
+        ]
+
+
+def mark(passed: bool) -> str:
+    """A tick or a cross, in front of a line."""
+    return "✓" if passed else "✗"
 
 
 @dataclass(frozen=True)
@@ -208,9 +248,7 @@ def compare_tensors(
     a = a if a.is_floating_point() else a.double()
     comparison = compare(name, a, b.double(), a.dtype, Limits(rtol=rtol, atol=atol), "?" * b.ndim)
     if verbose:
-        from tilewise.verify.text import comparison_lines
-
-        print("\n".join(comparison_lines(comparison)))
+        print("\n".join(comparison.lines()))
     return comparison
 
 

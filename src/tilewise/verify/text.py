@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from tilewise import workbench
-from tilewise.verify.compare import Comparison
+from tilewise.verify.compare import INDENT, mark
 from tilewise.verify.problem import Problem
 from tilewise.verify.result import FAILURE, MutantResult, Report, Result
 from tilewise.verify.suite import GROWTH, Suite
@@ -96,55 +96,29 @@ def _any_length(test: Callable[[int, int], bool], tile: int, problem: Problem) -
     return any(test(length, tile) for length in problem.tokens())
 
 
-INDENT = "    "
-
-
 def result_lines(result: Result, verbose: bool) -> list[str]:
     """One line, and all that is known where the check failed or `verbose` is on."""
     check = result.check
     name = f"{check.operator} {check.case:<15} {check.dtype:<4} {check.implementation!s:<20}"
     worst = result.worst
-    summary = f" {_statistics(worst)}  ({worst.name})" if worst else ""
-    lines = [f"{_mark(result.passed)} {name}{summary if result.passed else ' ' + ', '.join(result.statuses)}"]
+    summary = f" {worst.statistics()}  ({worst.name})" if worst else ""
+    lines = [f"{mark(result.passed)} {name}{summary if result.passed else ' ' + ', '.join(result.statuses)}"]
     details = verbose or not result.passed
     lines += [
-        f"{INDENT}{_mark(finding.severity != FAILURE)} {finding.status}: {finding.message}"
+        f"{INDENT}{mark(finding.severity != FAILURE)} {finding.status}: {finding.message}"
         for finding in result.findings
     ]
     if details:
-        lines += [INDENT + line for comparison in result.comparisons for line in comparison_lines(comparison)]
+        lines += [INDENT + line for comparison in result.comparisons for line in comparison.lines()]
     if not result.passed:
         lines.append(f"{INDENT}repeat: {check.command()}")
     return lines
 
 
-def comparison_lines(comparison: Comparison) -> list[str]:
-    """One tensor: its statistics, and where it failed what is wrong with it."""
-    failure = comparison.failure
-    allowed = "" if comparison.allowed != comparison.allowed else f"  allowed {comparison.allowed:.2e}"
-    lines = [f"{_mark(comparison.passed)} {comparison.name:<5} {_statistics(comparison)}{allowed}"]
-    if failure is None:
-        return lines
-    details = [f"{failure.status}: {failure.problem}"]
-    if failure.elements:
-        share = 100 * failure.exceeding / failure.elements
-        low, high = failure.expected_range
-        details += [
-            (
-                f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g} and"
-                f" atol {failure.atol:g}"
-            ),
-            f"from {failure.actual_range[0]:.4g} to {failure.actual_range[1]:.4g}, expected {low:.4g} to {high:.4g}",
-        ]
-    return lines + [
-        f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]
-    ]
-
-
 def mutant_line(mutant: MutantResult) -> str:
     """One planted bug."""
     outcome = f"caught by {mutant.caught_by}: {mutant.status}" if mutant.caught else "GOT AWAY"
-    return f"{_mark(mutant.caught)} {mutant.operator} {mutant.name:<20} {outcome}  ({mutant.about})"
+    return f"{mark(mutant.caught)} {mutant.operator} {mutant.name:<20} {outcome}  ({mutant.about})"
 
 
 def verdict_lines(report: Report) -> list[str]:
@@ -167,18 +141,6 @@ def verdict_lines(report: Report) -> list[str]:
         return [*lines, f"FAIL: all {count} checks passed, but they miss planted bugs{more}"]
     judged = "outputs and gradients" if all(result.check.settings.gradients for result in report.results) else "outputs"
     return [*lines, f"PASS: all {count} checks passed: {judged} against fp64 truth{more}"]
-
-
-def _mark(passed: bool) -> str:
-    return "✓" if passed else "✗"
-
-
-def _statistics(comparison: Comparison) -> str:
-    c = comparison
-    return (
-        f"max_diff {c.max_diff:.2e}  mean_diff {c.mean_diff:.2e}  std_diff {c.std_diff:.2e}  "
-        f"max_rel_diff {c.max_rel_diff:.2e}  mean_rel_diff {c.mean_rel_diff:.2e}"
-    )
 
 
 SCHEMA = "tilewise.verify"

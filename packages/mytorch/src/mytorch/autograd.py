@@ -7,7 +7,6 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import mytorch
 from mytorch import backends
 from mytorch.backends.base import Array, Backend, Shape
 from mytorch.dtypes import is_float
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 _recording: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=True)
+
+
+class Recorded:
+    """What operations take and give: the class of tensors, as far as the graph asks for it."""
 
 
 @contextlib.contextmanager
@@ -97,7 +100,7 @@ class Function:
     def apply(self, *inputs: Tensor) -> Tensor:
         """Run the operation, and record it where a gradient may be asked for."""
         for x in inputs:
-            if not isinstance(x, mytorch.Tensor):
+            if not isinstance(x, Recorded):
                 raise TypeError(
                     f"{type(self).__name__} takes tensors, not {type(x).__name__}: wrap data with Tensor.create"
                 )
@@ -120,9 +123,9 @@ class Function:
         out = self._forward(*[x._data for x in inputs])
         if True in self.needs and is_float(backend.dtype(out)):
             self.inputs, self._versions = inputs, tuple([x._version for x in inputs])
-            return mytorch.Tensor._wrap(out, device, True, self)
+            return inputs[0]._wrap(out, device, True, self)
         self._saved = None
-        return mytorch.Tensor._wrap(out, device)
+        return inputs[0]._wrap(out, device)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """The gradient of each input, in its own shape and type: broadcasting is undone here, for every operation."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mytorch import backends, dtypes, random
-from mytorch.autograd import Function, run_backward
+from mytorch.autograd import Function, Recorded, run_backward
 from mytorch.backends.base import Array, Backend, Shape
 from mytorch.device import Device
 from mytorch.dtypes import DType
@@ -18,7 +18,7 @@ from mytorch.operators import Operators, Scalar
 from mytorch.ops import elementwise
 
 
-class Tensor(Operators, Methods):
+class Tensor(Recorded, Operators, Methods):
     """A multi-dimensional array on a device, which may ask for its gradient.
 
     Made by its static methods, not by calling the class.

@@ -1,6 +1,6 @@
 """Flash attention launches: choose tiles, allocate, build the grid, launch. Plain tensors in and out; no autograd."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,7 +11,6 @@ from tilewise.ops._host.launching import (
     Launch,
     batch_size,
     descriptor,
-    fits_descriptor,
     lse_strides,
     padded_channels,
     read_strides,
@@ -23,10 +22,13 @@ from tilewise.ops._host.launching import (
 from tilewise.ops._host.program import Operation
 from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit, note
-from tilewise.ops.flash import configs, families
+from tilewise.ops.flash import configs
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
+from tilewise.ops.flash.problem import Inputs as Inputs
+from tilewise.ops.flash.problem import make_inputs as make_inputs
+from tilewise.ops.flash.problem import why_not_hopper
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
@@ -34,64 +36,6 @@ if gluon.AVAILABLE:
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
-
-
-class Inputs(NamedTuple):
-    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0),
-    softcap 0 for none.
-
-    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
-    then, and right may be < 0.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_q: torch.Tensor | None
-    cu_k: torch.Tensor | None
-    left: int | None
-    right: int | None
-    scale: float
-    softcap: float
-    key_stride: int | None = None
-
-    @property
-    def heads(self) -> int:
-        """Rows of the grid beside its tiles: query heads, of every batch entry where dense."""
-        return self.q.shape[-2] * (self.q.shape[0] if self.cu_q is None else 1)
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.q.shape[-2] // self.k.shape[-2]
-
-    def problem(self, *gradients: torch.Tensor) -> configs.Problem:
-        """What decides the tiles of a kernel that reads q, k, v and `gradients`."""
-        readable = all(fits_descriptor(x) for x in (self.q, self.k, self.v, *gradients))
-        return configs.Problem(self.q.shape[-1], self.v.shape[-1], self.k.shape[-3], self.q.element_size(), readable)
-
-
-def make_inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> Inputs:
-    """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths
-    share a kernel.
-
-    The last query stands at the last key, and sees all keys before it where left is as many; the first sees all after
-    it where right has as many as there are queries after it.
-    """
-    right = 0 if causal else right
-    left_cuts, right_cuts = 0 <= left < k.shape[-3] - 1, 0 <= right < q.shape[-3] - 1
-    return Inputs(q, k, v, cu_q, cu_k, left if left_cuts else None, right if right_cuts else None, scale, softcap)
 
 
 def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
@@ -205,7 +149,7 @@ def plan_forward(
     lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    why_not = families.why_not_hopper("forward", inputs) if config is None and taps is None else "the tiles are given"
+    why_not = why_not_hopper("forward", inputs) if config is None and taps is None else "the tiles are given"
     if why_not is None:
         launched = hopper_launch.forward_launch(inputs, o, lse)
     else:
@@ -318,7 +262,7 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
 
     Of those that they take, the few are not whose groups the others divide to keep a GPU busy.
     """
-    reason = families.why_not_hopper("backward", inputs)
+    reason = why_not_hopper("backward", inputs)
     if reason is not None:
         return reason
     if not hopper_launch_bwd.fits(inputs):

@@ -8,9 +8,10 @@ from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
-from tilewise.ops.flash import configs, families, launch
+from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
+from tilewise.ops.flash.problem import takes
 from tilewise.workbench.flash.configs import Entry
 from tilewise.workbench.flash.configs_hopper import SOFTCAP, ForwardEntry
 from tilewise.workbench.flash.configs_hopper import Entry as HopperEntry
@@ -51,9 +52,9 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
     label = f"D {channels} {'' if channels == values else f'Dv {values} '}{variant} hopper"
     found: list[Labelled] = []
     with as_if_on(architecture):
-        if families.takes("forward", inputs):
+        if takes("forward", inputs):
             found += captured(architecture, label, "forward", lambda: launch.forward(inputs))
-        if families.takes("backward", inputs):
+        if takes("backward", inputs):
             orders = get_args(Order) if inputs.left is None else ("fixed",)
             found += captured(
                 architecture,

@@ -1,9 +1,9 @@
-"""The forward's launch on Hopper. Which calls go this way is said in `families`."""
+"""The forward's launch on Hopper. Which calls go this way is said in `flash.problem`."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from tilewise.ops._host.launching import Launch, batch_size, tile_slots
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import ROWS, Forward
 from tilewise.ops.flash.hopper.fwd import ForwardTile, flash_fwd_hopper_kernel
-
-if TYPE_CHECKING:
-    from tilewise.ops.flash.launch import Inputs
+from tilewise.ops.flash.problem import Inputs
 
 
 def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +24,7 @@ from tilewise.ops.flash.hopper.sum import (
     flash_bwd_hopper_finish_kernel,
     flash_bwd_hopper_prepare_kernel,
 )
-
-if TYPE_CHECKING:
-    from tilewise.ops.flash.launch import Inputs
+from tilewise.ops.flash.problem import Inputs
 
 Index = tuple[slice, ...]
 
