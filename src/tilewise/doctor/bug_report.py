@@ -68,7 +68,7 @@ def portable_off() -> list[str]:
 
 
 def hopper_off() -> list[str]:
-    """Why Hopper's own kernels do not run here, empty where they do: every reason, for one alone may be mended."""
+    """Why Hopper's own kernels do not run here, empty where they do: every reason, for one alone may be fixed."""
     from tilewise.ops._host import gluon
 
     reasons = []

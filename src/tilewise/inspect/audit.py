@@ -167,7 +167,7 @@ def gates(*, packed: bool) -> torch.Tensor:
 
 
 def named(count: int, *, packed: bool) -> torch.Tensor:
-    """The blocks that each token and key head names."""
+    """The blocks that each token and KV head names."""
     return torch.empty((*(() if packed else (2,)), TOKENS, KEY_HEADS, count), dtype=torch.int32, device="meta")
 
 

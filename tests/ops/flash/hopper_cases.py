@@ -67,7 +67,7 @@ FORWARD = (
     "lengths=300/40,lengths_k=100/400,H=3,Hk=1,D=128,Dv=64",
     "lengths=333/0/64/300,H=2,D=128,window=80/30,softcap=10.0",
     "lengths=200/129,H=1,D=192,Dv=256,causal=true",
-    # More items than processors: programs go from one to the next.
+    # More items than SMs: programs go from one to the next.
     "B=4,T=1024,H=16,D=64,causal=true",
     "B=4,T=777,H=16,Hk=4,D=128",
     "lengths=300/1/0/700/64/128/129/900/5/200,H=32,Hk=8,D=64,causal=true",

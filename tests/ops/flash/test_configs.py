@@ -81,7 +81,7 @@ def test_short_sequences_take_smaller_tiles_and_tiny_ones_no_descriptors():
 
 
 @pytest.mark.parametrize(
-    ("programs", "group", "steps", "parts"),
+    ("programs", "group", "steps", "chunks"),
     [
         (256, 16, 1024, 8),  # 65,536 tokens, 4 key heads, a compressed key every 16 tokens
         (ENOUGH_PROGRAMS, 16, 1024, 1),
@@ -98,16 +98,16 @@ def test_short_sequences_take_smaller_tiles_and_tiny_ones_no_descriptors():
         (0, 4, 0, 1),
     ],
 )
-def test_a_group_is_divided_where_key_tiles_are_few(programs, group, steps, parts):
-    assert divide_group(programs, group, steps) == parts
+def test_a_group_is_divided_where_key_tiles_are_few(programs, group, steps, chunks):
+    assert divide_group(programs, group, steps) == chunks
 
 
-def test_parts_divide_the_group():
+def test_chunks_divide_the_group():
     for programs, group, steps in itertools.product((0, 1, 9, 100, 500, 2000), range(1, 33), (0, 1, 8, 100)):
-        parts = divide_group(programs, group, steps)
-        assert group % parts == 0
-        assert parts == 1 or group // parts * steps >= LEAST_STEPS
-        assert parts == 1 or programs * max(n for n in range(1, parts) if group % n == 0) < ENOUGH_PROGRAMS, (
+        chunks = divide_group(programs, group, steps)
+        assert group % chunks == 0
+        assert chunks == 1 or group // chunks * steps >= LEAST_STEPS
+        assert chunks == 1 or programs * max(n for n in range(1, chunks) if group % n == 0) < ENOUGH_PROGRAMS, (
             "no more than are needed"
         )
 

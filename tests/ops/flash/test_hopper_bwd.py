@@ -258,7 +258,7 @@ def test_chunks_have_the_same_bits(case, monkeypatch):
     head = (
         4 * hopper_launch_bwd.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
     )
-    monkeypatch.setattr(hopper_launch_bwd, "processors", lambda _device: 1)
+    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
     q, k, v, do = tensors(*(x.shape for x in (inputs.q, inputs.k, inputs.v, inputs.q)))
     offsets = None if inputs.cu_q is None else inputs.cu_q.cuda()
     inputs = inputs._replace(q=q, k=k, v=v, cu_q=offsets, cu_k=offsets)

@@ -115,7 +115,7 @@ def run_around(launches, device):
         * k.shape[-2]
         * (k.shape[0] if offsets.k is None else 1)
     )
-    assert main.grid == min(blocks, hopper_launch_bwd.processors(device))
+    assert main.grid == min(blocks, hopper_launch_bwd.sm_count(device))
     run_all([prepare], device)
     workspace = main.arguments["workspace"]
     assert not workspace.semaphores.any()
@@ -132,7 +132,7 @@ def run_around(launches, device):
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
 def test_prepare_and_finish(name, order, most, monkeypatch):
     monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", most)
-    monkeypatch.setattr(hopper_launch_bwd, "processors", lambda _device: 1)
+    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
     monkeypatch.setattr(hopper_launch_bwd, "emit", lambda beside, *launches: run_around(launches, beside.device))
     case = USUAL | CASES[name]
     generator = torch.Generator().manual_seed(0)
@@ -185,7 +185,7 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
 def test_chunks_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
     """Batch entries and KV heads of each chunk, where accumulators of so many KV heads of one entry have room."""
     group, slots = 2, 3 if batch else 4
-    monkeypatch.setattr(hopper_launch_bwd, "processors", lambda _device: 1)
+    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
     monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", int(most * 4 * slots * BLOCK_M * group * 64))
     lead = (150,) if batch is None else (batch, 150)
     q, k = (torch.empty(*lead, heads, 40, dtype=torch.bfloat16) for heads in (heads_k * group, heads_k))

@@ -140,9 +140,9 @@ def test_taps_write_named_values_of_one_program(device):
     )
 
 
-@pytest.mark.parametrize(("parts", "packed"), [(2, False), (6, False), (3, True)], ids=str)
-def test_the_parts_of_a_group_add_up(parts, packed, device):
-    """dK and dV by parts of a group's query heads, bit for bit the same from run to run."""
+@pytest.mark.parametrize(("chunks", "packed"), [(2, False), (6, False), (3, True)], ids=str)
+def test_the_chunks_of_a_group_add_up(chunks, packed, device):
+    """dK and dV by chunks of a group's query heads, bit for bit the same from run to run."""
     lead = (150,) if packed else (1, 150)
     q, k, v, do = tensors(device, *((*lead, heads, 32) for heads in (6, 1, 1, 6)))
     offsets = torch.tensor([0, 40, 40, 150], device=device) if packed else None
@@ -150,13 +150,13 @@ def test_the_parts_of_a_group_add_up(parts, packed, device):
     o, lse = launch.forward(inputs)
     config = launch.Config(128, 64, 4, 1)
     expected = launch.backward(inputs, o, lse, do, None, config, config)
-    first = launch.backward(inputs, o, lse, do, None, config._replace(parts=parts), config)
+    first = launch.backward(inputs, o, lse, do, None, config._replace(chunks=chunks), config)
     for actual, whole in zip(first, expected, strict=True):
         assert actual.dtype == whole.dtype
         assert actual.is_contiguous()
         torch.testing.assert_close(actual, whole, rtol=2e-2, atol=2e-2)
     if device.type == "cuda":
-        assert_same(launch.backward(inputs, o, lse, do, None, config._replace(parts=parts), config), first)
+        assert_same(launch.backward(inputs, o, lse, do, None, config._replace(chunks=chunks), config), first)
 
 
 CONFIGS = sorted(

@@ -107,16 +107,16 @@ def test_every_tile_once_and_the_longest_sequences_first(lengths, last_first, de
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(), (200, 0, 90)], ids=["dense", "packed"])
-def test_parts_of_the_queries_add_up(lengths, device):
+def test_chunks_of_the_queries_add_up(lengths, device):
     rows = (sum(lengths),) if lengths else (2, 150)
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(*rows, 2, 16, generator=generator).to(device) for _ in range(4))
     inputs = launch.Inputs(
         q, k, v, offsets_of(lengths, device) if lengths else None, None, launch.Mask(True, None, 0), 0.25, None, 1.0
     )
-    whole, parts = launch.backward(inputs, do), launch.backward(inputs, do, parts=3)
-    torch.testing.assert_close(parts[0], whole[0], rtol=0, atol=0)
-    for one, other in zip(parts[1:], whole[1:], strict=True):
+    whole, chunks = launch.backward(inputs, do), launch.backward(inputs, do, chunks=3)
+    torch.testing.assert_close(chunks[0], whole[0], rtol=0, atol=0)
+    for one, other in zip(chunks[1:], whole[1:], strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.unflatten(-3, (3, -1)).sum(-4), other, rtol=1e-5, atol=1e-5)
 

@@ -182,11 +182,11 @@ def tiled(device, size, stride, tokens, dtype=torch.float32):
     return q, k, v, do, dlse, make_inputs(q, k, v, None, None, size, stride, SCALE)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize(("size", "stride", "tiles", "tokens"), TILED)
-def test_parts_of_a_group(size, stride, tiles, tokens, parts, device):
+def test_chunks_of_a_group(size, stride, tiles, tokens, chunks, device):
     *given, inputs = tiled(device, size, stride, tokens)
-    config = Config(*tiles, 4, 1, parts=parts)
+    config = Config(*tiles, 4, 1, chunks=chunks)
     o, lse = flash.forward(inputs, config)
     assert_near(
         [o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)],
@@ -195,13 +195,13 @@ def test_parts_of_a_group(size, stride, tiles, tokens, parts, device):
     )
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_parts_of_packed_sequences(parts, device):
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_of_packed_sequences(chunks, device):
     size, stride = 8, 4
     cu, windows, rows, pairs = packed(LENGTHS, size, stride, False)
     given = tensors(device, sum(LENGTHS), rows, heads=(8, 2), dtype=torch.bfloat16, batch=())
     inputs = make_inputs(*given[:3], cu.to(device), windows.to(device), size, stride, SCALE)
-    config = Config(128, 32, 4, 1, parts=parts)
+    config = Config(128, 32, 4, 1, chunks=chunks)
     o, lse = flash.forward(inputs, config)
     assert_near(
         [o, lse, *flash.backward(inputs, o, lse, *given[3:], config, config)],
@@ -215,21 +215,21 @@ def test_long_sequences_are_divided(device, monkeypatch):
     made = []
     empty = flash._empty
     monkeypatch.setattr(flash.configs, "LEAST_STEPS", 1)
-    monkeypatch.setattr(flash, "_empty", lambda x, parts=1: made.append(parts) or empty(x, parts))
+    monkeypatch.setattr(flash, "_empty", lambda x, chunks=1: made.append(chunks) or empty(x, chunks))
     given = tensors(device, 70, windows_in(70, 8, 4))
     assert_near(run(*given, 8, 4), truth(*given, 8, 4), torch.float32)
     assert made == [1, 2, 2]
     assert run(*tensors(device, 7, 0), 8, 4)[3].shape == (1, 0, 1, 16)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("size", "stride", "tiles", "tokens"), TILED)
-def test_the_kernel_stores_what_the_simulation_makes(size, stride, tiles, tokens, dtype, parts, device):
+def test_the_kernel_stores_what_the_simulation_makes(size, stride, tiles, tokens, dtype, chunks, device):
     q, k, v, do, dlse, inputs = tiled(device, size, stride, tokens, dtype)
-    config = Config(*tiles, 4, 1, parts=parts)
+    config = Config(*tiles, 4, 1, chunks=chunks)
     o, lse = flash.forward(inputs, config)
-    dq, dk, dv = (flash._empty(x, n) for x, n in ((q, 1), (k, parts), (v, parts)))
+    dq, dk, dv = (flash._empty(x, n) for x, n in ((q, 1), (k, chunks), (v, chunks)))
     run_all(flash.backward_launches(inputs, o, lse, do, dlse, (dq, dk, dv), config, config), q.device)
     close = {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 2**-6}
     simulated = simulate_all(
@@ -258,7 +258,7 @@ def simulate_all(q, k, v, o, lse, do, dlse, config, options):
         [dict(simulate.backward_dq(q[h], k, v, do[h], lse_log2[h], delta[h], i_m, tiling, options)) for i_m in starts]
         for h in range(heads)
     ]
-    part = [slice(first, first + heads // config.parts) for first in range(0, heads, heads // config.parts)]
+    part = [slice(first, first + heads // config.chunks) for first in range(0, heads, heads // config.chunks)]
     dkdv = [
         [
             dict(simulate.backward_dkdv(q[p], k, v, do[p], lse_log2[p], delta[p], i_n, tiling, options))

@@ -1,5 +1,5 @@
 """Host's part of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors,
-and the processors to fill.
+and the SMs to fill.
 """
 
 import functools
@@ -14,7 +14,7 @@ from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.symbol import cached
 
 # Where there is no GPU to ask: an H100's and an H200's.
-PROCESSORS = 132
+SMS = 132
 # Of a packed descriptor's outermost axis, see `tile_descriptor`: with RAGGED_ROWS steps an address goes round all 2^64.
 MOST_ROWS = RAGGED_ROWS.value
 RAGGED_STRIDE = 2**64 // MOST_ROWS
@@ -70,14 +70,14 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
     return Descriptor(x, shape, strides, block, _layout(x.dtype, *block))
 
 
-def processors(device: torch.device) -> int:
-    """How many processors (SMs) a device has; an H100's where launches are only collected."""
+def sm_count(device: torch.device) -> int:
+    """How many SMs a device has; an H100's where launches are only collected."""
     device = backend.actual(device)
     if device.type != "cuda" or backend.pretended() is not None:
-        return PROCESSORS
-    return _processors(device)
+        return SMS
+    return _sm_count(device)
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def _sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -74,7 +74,7 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int, key
 ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_PARTS = 132 * 8, 64, 8, 16
 
 
-def query_parts(rows: int, tokens: int) -> int:
+def query_chunks(rows: int, tokens: int) -> int:
     """Into how many parts the queries are divided for the gradient of `rows` means (of all heads together), where a
     sequence has `tokens` tokens.
     """

@@ -87,11 +87,13 @@ def plan_backward(
     branches: Branches = (o_cmp, o_slc, o_swa if options.window_size else None)
     du, (do_cmp, do_slc, do_swa), dgates = norm_backward(do, u, branches, gates)
     windows = mean_windows(cu, tokens, block_size)
-    parts = configs.query_parts(
+    chunks = configs.query_chunks(
         k_cmp.shape[-3] * k_cmp.shape[-2], tokens // max(1, batch_size(q, cu) if cu is not None else 1)
     )
     indices = block_indices[..., :: 2 if options.interleave else 1, :, :].transpose(-3, -2)
-    dq_cmp, dk_cmp, dv_cmp = silu.plan_backward(_compressed(q, k_cmp, v_cmp, cu, windows, options), do_cmp, parts=parts)
+    dq_cmp, dk_cmp, dv_cmp = silu.plan_backward(
+        _compressed(q, k_cmp, v_cmp, cu, windows, options), do_cmp, chunks=chunks
+    )
     dq, dk_slc, dv_slc = selected.backward(
         selected.make_inputs(q, k, v, indices, cu, block_size, options.scale), do_slc, dq_cmp
     )
@@ -99,8 +101,8 @@ def plan_backward(
     if do_swa is not None:
         dq_swa, dk_swa, dv_swa = silu.plan_backward(_window(q, k, v, cu, options), do_swa)
         dq = dq.add_(dq_swa)
-    dk = add_keys(k, dk_slc, dk_cmp, dk_swa, cu, windows, block_size, parts)
-    dv = add_keys(v, dv_slc, dv_cmp, dv_swa, cu, windows, block_size, parts)
+    dk = add_keys(k, dk_slc, dk_cmp, dk_swa, cu, windows, block_size, chunks)
+    dv = add_keys(v, dv_slc, dv_cmp, dv_swa, cu, windows, block_size, chunks)
     return dq, dk, dv, du, *dgates
 
 

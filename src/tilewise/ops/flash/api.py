@@ -36,7 +36,7 @@ def flash_attention(
     Args:
         q: queries `[B, Tq, Hq, D]`, or packed `[Nq, Hq, D]` with cu_seqlens_q. fp16, bf16 or fp32; D from 1 to 256. The
             last axis must be contiguous, every other stride is free.
-        k: keys `[B, Tk, Hk, D]` or `[Nk, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+        k: keys `[B, Tk, Hk, D]` or `[Nk, Hk, D]`. Hq must be a multiple of Hk: query head h reads KV head
             `h // (Hq // Hk)`.
         v: values `[B, Tk, Hk, Dv]` or `[Nk, Hk, Dv]`; Dv may differ from D.
         causal: query i sees keys `j <= i + Tk - Tq` (aligned at the bottom right).

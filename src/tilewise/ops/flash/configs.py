@@ -17,7 +17,7 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the parts of
+    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the chunks of
     a group in dK/dV.
     """
 
@@ -26,7 +26,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False
-    parts: int = 1
+    chunks: int = 1
 
 
 class Problem(NamedTuple):
@@ -171,22 +171,22 @@ def _choose(
 
 
 # Programs of dK/dV that fill a large GPU several times over, so that long and short ones even out: 8 for each of an
-# H200's 132 processors.
+# H200's 132 SMs.
 ENOUGH_PROGRAMS = 132 * 8
-# Query tiles that a part must have to loop over: a shorter loop costs less than adding parts up.
+# Query tiles that a chunk must have to loop over: a shorter loop costs less than adding chunks up.
 LEAST_STEPS = 64
 
 
 def divide_group(programs: int, group: int, steps: int) -> int:
-    """Into how many parts dK/dV divides a key head's `group` of query heads, each with `steps` query tiles: a divisor
+    """Into how many chunks dK/dV divides a KV head's `group` of query heads, each with `steps` query tiles: a divisor
     of `group`.
 
-    The fewest that make ENOUGH_PROGRAMS of `programs`, which one part would have; fewer than that where a part would be
-    left too little to do.
+    The fewest that make ENOUGH_PROGRAMS of `programs`, which one chunk would have; fewer than that where a chunk would
+    be left too little to do.
     """
     allowed = [
-        parts
-        for parts in range(1, group + 1)
-        if group % parts == 0 and (parts == 1 or group // parts * steps >= LEAST_STEPS)
+        chunks
+        for chunks in range(1, group + 1)
+        if group % chunks == 0 and (chunks == 1 or group // chunks * steps >= LEAST_STEPS)
     ]
-    return next((parts for parts in allowed if programs * parts >= ENOUGH_PROGRAMS), allowed[-1])
+    return next((chunks for chunks in allowed if programs * chunks >= ENOUGH_PROGRAMS), allowed[-1])

@@ -46,7 +46,7 @@ def _fusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[..., T, H, D] -> [B, heads, T, D] for torch's kernel, key heads repeated for their query heads.
+    """[..., T, H, D] -> [B, heads, T, D] for torch's kernel, KV heads repeated for their query heads.
 
     In fp32, for in 16 bits that kernel takes an approximate exponential, and its LSE is off by 6e-5.
     """

@@ -204,7 +204,7 @@ def backward_launches(
     """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps`
     for the last two kernels.
 
-    Where config_dkdv divides a group into parts, dk and dv have a head for each part: see `_add_parts`.
+    Where config_dkdv divides a group into chunks, dk and dv have a head for each chunk: see `_add_chunks`.
     """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
@@ -219,8 +219,8 @@ def backward_launches(
         "dk": strided(dk),
         "dv": strided(dv),
         "n_tiles": tiles_k,
-        "n_heads_k": k.shape[-2] * config_dkdv.parts,
-        "heads": Heads(inputs.group // config_dkdv.parts, config_dkdv.parts),
+        "n_heads_k": k.shape[-2] * config_dkdv.chunks,
+        "heads": Heads(inputs.group // config_dkdv.chunks, config_dkdv.chunks),
         "taps": taps[0],
     }
     tiles_q = tile_slots(q.shape[-3], config_dq.block_m, inputs.cu_q)
@@ -236,7 +236,7 @@ def backward_launches(
         prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
         Launch(
             flash_bwd_dkdv_kernel,
-            tiles_k * (inputs.heads // inputs.group) * config_dkdv.parts,
+            tiles_k * (inputs.heads // inputs.group) * config_dkdv.chunks,
             _arguments(inputs, config_dkdv, do) | shared | dkdv,
         ),
         Launch(
@@ -248,13 +248,13 @@ def backward_launches(
 
 
 def _choose_dkdv(inputs: Inputs, *gradients: torch.Tensor) -> Config:
-    """The tiles of dK and dV, and into how many parts a group is divided."""
+    """The tiles of dK and dV, and into how many chunks a group is divided."""
     config = _choose("dkdv", inputs, *gradients)
     programs = tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k) * inputs.heads // inputs.group
     # Packed sequences share the queries: of their lengths only the mean is known here.
     sequences = 1 if inputs.cu_q is None else max(1, batch_size(inputs.q, inputs.cu_q))
     steps = -(-inputs.q.shape[-3] // (sequences * config.block_m))
-    return config._replace(parts=configs.divide_group(programs, inputs.group, steps))
+    return config._replace(chunks=configs.divide_group(programs, inputs.group, steps))
 
 
 def _why_not_hopper(inputs: Inputs) -> str | None:
@@ -267,27 +267,27 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
         return reason
     if not hopper_launch_bwd.fits(inputs):
         return "more than 2^31 query rows of all heads"
-    if hopper_launch_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).parts > 1:
+    if hopper_launch_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).chunks > 1:
         return "few KV blocks, so a GQA group is divided"
     return None
 
 
-def _empty(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one part, each head's
-    parts side by side in fp32.
+def _empty(x: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one chunk, each head's
+    chunks side by side in fp32.
     """
-    if parts == 1:
+    if chunks == 1:
         return x.new_empty(x.shape)
-    return x.new_empty((*x.shape[:-2], x.shape[-2] * parts, x.shape[-1]), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-2], x.shape[-2] * chunks, x.shape[-1]), dtype=torch.float32)
 
 
-def _sum_of_parts(gradient: torch.Tensor, parts: int, dtype: torch.dtype) -> torch.Tensor:
-    return gradient.unflatten(-2, (-1, parts)).sum(-2).to(dtype)
+def _sum_of_chunks(gradient: torch.Tensor, chunks: int, dtype: torch.dtype) -> torch.Tensor:
+    return gradient.unflatten(-2, (-1, chunks)).sum(-2).to(dtype)
 
 
-def _add_parts(gradient: torch.Tensor, parts: int, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x that `_empty` made room for, from its parts, added in a fixed order."""
-    return gradient if parts == 1 else compute(_sum_of_parts, gradient, parts, x.dtype, shape=x.shape, dtype=x.dtype)
+def _add_chunks(gradient: torch.Tensor, chunks: int, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of x that `_empty` made room for, from its chunks, added in a fixed order."""
+    return gradient if chunks == 1 else compute(_sum_of_chunks, gradient, chunks, x.dtype, shape=x.shape, dtype=x.dtype)
 
 
 def plan_backward(
@@ -319,10 +319,10 @@ def plan_backward(
     note(q, _portable, why_not)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, do)
     config_dq = config_dq or _choose("dq", inputs, do)
-    parts = config_dkdv.parts
-    gradients = _empty(q), _empty(k, parts), _empty(v, parts)
+    chunks = config_dkdv.chunks
+    gradients = _empty(q), _empty(k, chunks), _empty(v, chunks)
     emit(q, *backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps))
-    return gradients[0], _add_parts(gradients[1], parts, k), _add_parts(gradients[2], parts, v)
+    return gradients[0], _add_chunks(gradients[1], chunks, k), _add_chunks(gradients[2], chunks, v)
 
 
 forward, backward = Operation(plan_forward), Operation(plan_backward)

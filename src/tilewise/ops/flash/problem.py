@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads for each key head."""
+        """Query heads for each KV head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
     def problem(self, *gradients: torch.Tensor) -> Problem:

@@ -237,11 +237,11 @@ def backward_launches(
     config_dkdv: Config,
     config_dq: Config,
     taps: tuple[Taps | None, Taps | None] = (None, None),
-    parts: int = 1,
+    chunks: int = 1,
 ) -> list[Launch]:
     """The backward's launches in order: dK and dV, then dQ.
 
-    `gradients` are the tensors to fill: dq, dk, dv; for `parts` see `backward`.
+    `gradients` are the tensors to fill: dq, dk, dv; for `chunks` see `backward`.
     """
     q, k = inputs.q, inputs.k
     dq, dk, dv = gradients
@@ -252,13 +252,13 @@ def backward_launches(
     launches = [*tiles_k.launches, *tiles_q.launches]
     gain = inputs.gain or 1.0
     scales = _scales(inputs)._replace(ratio=inputs.alpha / gain, factor_s=inputs.factor * gain)
-    keys: dict[str, Any] = {"dk": strided(dk), "dv": strided(dv), "chunks": parts if parts > 1 else None}
+    keys: dict[str, Any] = {"dk": strided(dk), "dv": strided(dv), "chunks": chunks if chunks > 1 else None}
     if inputs.cu_k is not None:
         # The tiles of dK and dV are the keys'.
         keys["packed"] = Packed(inputs.cu_k, inputs.cu_q, tiles_k.order)
     queries = {"dq": strided(dq), "scales": scales._replace(factor=None)}
     for kernel, tiles, config, outputs, tap in (
-        (hstu_bwd_dkdv_kernel, tiles_k._replace(slots=tiles_k.slots * parts), config_dkdv, keys, taps[0]),
+        (hstu_bwd_dkdv_kernel, tiles_k._replace(slots=tiles_k.slots * chunks), config_dkdv, keys, taps[0]),
         (hstu_bwd_dq_kernel, tiles_q, config_dq, queries, taps[1]),
     ):
         beside = {"do": _readable(do, config, config.block_m, block_dv), "scales": scales, "taps": tap}
@@ -273,18 +273,20 @@ def plan_backward(
     config_dkdv: Config | None = None,
     config_dq: Config | None = None,
     taps: tuple[Taps | None, Taps | None] = (None, None),
-    parts: int = 1,
+    chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, from the output's gradient.
 
-    With more than one part, where keys are few and queries many, each of the parts of the queries has programs of its
-    own: dk and dv come in fp32 with rows for each part, one part after another, to be added by the caller.
+    With more than one chunk, where keys are few and queries many, each of the chunks of the queries has programs of its
+    own: dk and dv come in fp32 with rows for each chunk, one after another, to be added by the caller.
     """
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq = inputs.q.new_empty(inputs.q.shape)
     dk, dv = (
-        x.new_empty((*x.shape[:-3], x.shape[-3] * parts, *x.shape[-2:]), dtype=x.dtype if parts == 1 else torch.float32)
+        x.new_empty(
+            (*x.shape[:-3], x.shape[-3] * chunks, *x.shape[-2:]), dtype=x.dtype if chunks == 1 else torch.float32
+        )
         for x in (inputs.k, inputs.v)
     )
     if do.numel():
@@ -292,7 +294,7 @@ def plan_backward(
         emit(
             do,
             *backward_launches(
-                inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, parts
+                inputs, do, (dq, dk, dv), config_dkdv, config_dq or _choose("dq", inputs, do), taps, chunks
             ),
         )
     return dq, dk, dv

@@ -47,7 +47,7 @@ def native_sparse_attention(
     Args:
         q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
             last axis must be contiguous, every other stride is free.
-        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads KV head
             `h // (Hq // Hk)`.
         v: values `[B, T, Hk, Dv]` or `[N, Hk, Dv]`; Dv may differ from D.
         g_cmp, g_slc, g_swa: gates `[B, T, Hq]` or `[N, Hq]`, in q's dtype or fp32; None leaves the branch out. At least

@@ -38,7 +38,7 @@ def native_sparse_attend(
     Args:
         fq: queries `[B, Hq, T, D]`. fp16, bf16 or fp32; D from 1 to 256. The last axis must be contiguous, every other
             stride is free.
-        fk: keys `[B, Hk, T, D]`. Hq must be a multiple of Hk: query head h reads key head `h // (Hq // Hk)`.
+        fk: keys `[B, Hk, T, D]`. Hq must be a multiple of Hk: query head h reads KV head `h // (Hq // Hk)`.
         fv: values `[B, Hk, T, Dv]`; Dv may differ from D.
         block_size: tokens in a block; `triton` takes up to 128.
         selected_block_indices: int32 or int64 `[B, Hk, T, S]`, or `[B, Hq, T, S]` for each query head its own. A block

@@ -161,7 +161,7 @@ def choose(
     sizes: Sizes,
     scale: float,
 ) -> torch.Tensor:
-    """The best blocks of each query and key head, int32 [.., T, Hk, block_count]: ascending, -1 at the end; ties go to
+    """The best blocks of each query and KV head, int32 [.., T, Hk, block_count]: ascending, -1 at the end; ties go to
     the lower index.
     """
     size, stride, count = sizes.compress_size, sizes.compress_stride, sizes.block_count
@@ -320,7 +320,7 @@ def _namings(
 def _chunks(
     q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor, sel_scale: torch.Tensor | None, own: bool, block_size: int
 ) -> Iterator[tuple[int, slice, slice, int, int, _Namings]]:
-    """Each batch entry, chunk of queries, the query heads that share indices, their key head, their place among the
+    """Each batch entry, chunk of queries, the query heads that share indices, their KV head, their place among the
     indices, what they name.
     """
     tokens, index_heads = q.shape[1], indices.shape[2]

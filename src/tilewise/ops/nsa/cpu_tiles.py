@@ -1,6 +1,6 @@
 """What the CPU backend's branches share: sequences, chunks of their queries, and attention of one chunk to given keys.
 
-Heads lie in front and the query heads of one key head are rows like queries: q [Hk, group · rows, D] beside k [Hk,
+Heads lie in front and the query heads of one KV head are rows like queries: q [Hk, group · rows, D] beside k [Hk,
 keys, D]. A value that is not finite reaches what sees it, and nothing else.
 """
 

@@ -33,7 +33,7 @@ def compressed_attention(
         q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
             last axis must be contiguous, every other stride is free.
         k_cmp: a key for each window, `[B, C, Hk, D]` with `C = max(0, (T - compress_size) // compress_stride + 1)`, or
-            packed, those of all sequences end to end. Hq must be a multiple of Hk: query head h reads key head
+            packed, those of all sequences end to end. Hq must be a multiple of Hk: query head h reads KV head
             `h // (Hq // Hk)`.
         v_cmp: a value for each window, `[B, C, Hk, Dv]` or packed; Dv may differ from D.
         compress_size, compress_stride: tokens in a window, and from one window's start to the next; the size is a
@@ -104,7 +104,7 @@ def select_blocks(
 
     Returns:
         int32 `[B, T, Hk, block_count]` (or `[N, Hk, block_count]`, counted from the sequence's own start): ascending,
-        -1 at the end. The query heads of one key head select together; blocks after the query's own never; of equal
+        -1 at the end. The query heads of one KV head select together; blocks after the query's own never; of equal
         scores the lower index. Passes no gradient.
 
     Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
@@ -140,7 +140,7 @@ def selected_attention(
     Args:
         q: queries `[B, T, Hq, D]`, or packed `[N, Hq, D]` with cu_seqlens. fp16, bf16 or fp32; D from 1 to 256. The
             last axis must be contiguous, every other stride is free.
-        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads key head
+        k: keys `[B, T, Hk, D]` or `[N, Hk, D]`. Hq must be a multiple of Hk: query head h reads KV head
             `h // (Hq // Hk)`.
         v: values `[B, T, Hk, Dv]` or `[N, Hk, Dv]`; Dv may differ from D.
         block_indices: int32 or int64 `[B, T, Hk, S]` or `[N, Hk, S]`, counted from the sequence's own start, in any

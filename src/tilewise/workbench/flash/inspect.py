@@ -37,9 +37,9 @@ def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str)
     """Forward and backward of one of VARIANTS by the portable kernels, with the tiles that configs choose."""
     inputs = _inputs(dtype, channels, channels, variant)
     # Strided: for groups of 4 heads, with a program each in dK/dV.
-    parts = inputs.group if inputs.key_stride else 1
+    chunks = inputs.group if inputs.key_stride else 1
     fwd = configs.choose("fwd", inputs.problem(), architecture)
-    dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(parts=parts)
+    dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(chunks=chunks)
     return both(architecture, f"D {channels} {variant}", inputs, fwd=fwd, dkdv=dkdv)
 
 

@@ -44,7 +44,7 @@ HEADS, CHANNELS = 2, 64
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of a trace: one batch entry of T tokens, HEADS query heads, on one key head for our own kernels."""
+    """The inputs of a trace: one batch entry of T tokens, HEADS query heads, on one KV head for our own kernels."""
 
     q: torch.Tensor
     k: torch.Tensor

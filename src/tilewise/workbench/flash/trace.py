@@ -61,7 +61,7 @@ def tile_words(request: Request, config: configs.Config) -> str:
 def filled(request: Request, tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of one batch entry."""
     fill = make_fill(request.fill, request.seed)
-    # Ours share a key head between the query heads; a user's kernel need not know how.
+    # Ours share a KV head between the query heads; a user's kernel need not know how.
     kv_heads = HEADS if request.impl else 1
     shapes = {"q": (1, tokens, HEADS, CHANNELS), "k": (1, keys, kv_heads, CHANNELS), "v": (1, keys, kv_heads, CHANNELS)}
     q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name, shape in shapes.items())

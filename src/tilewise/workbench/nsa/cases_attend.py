@@ -22,7 +22,7 @@ class NsaAttend(Attention):
     than once.
 
     `among` limits which are named to the first so many (0: all); `mask` is random, all or none; `apart` names blocks
-    for each query head, not for each key head; `scaled` gives sel_scale, with some zeros in it; `window` asks for the
+    for each query head, not for each KV head; `scaled` gives sel_scale, with some zeros in it; `window` asks for the
     sliding window too.
     """
 

@@ -66,7 +66,7 @@ class Case:
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
+        """Query heads of a KV head."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
@@ -80,11 +80,11 @@ class Case:
         return self.inputs.named.indices[0]
 
     def rows(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        """A key head's query rows of x [1, T, Hq, ...], [T, G, ...]."""
+        """A KV head's query rows of x [1, T, Hq, ...], [T, G, ...]."""
         return x[0].unflatten(1, (self.k.shape[2], self.group))[:, head]
 
     def head(self, head: int, cast: Cast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v of a key head, as the simulation takes them."""
+        """q, k and v of a KV head, as the simulation takes them."""
         return cast(self.rows(self.q, head)), cast(self.k[0, :, head]), cast(self.v[0, :, head])
 
     def segments(self, direction: str, order: selected.Order) -> list[Segment]:
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def tiles(self) -> int:
-        """Programs of one key head in query order."""
+        """Programs of one KV head in query order."""
         return -(-self.q.shape[1] // self.tiling.tokens(self.group))
 
     def whole(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Values:

@@ -87,8 +87,8 @@ def norm_backward(
     return du, (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa)
 
 
-def _sum_of_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
-    return x.unflatten(-3, (parts, -1)).sum(-4)
+def _sum_of_chunks(x: torch.Tensor, chunks: int) -> torch.Tensor:
+    return x.unflatten(-3, (chunks, -1)).sum(-4)
 
 
 def add_keys(
@@ -99,13 +99,13 @@ def add_keys(
     cu: torch.Tensor | None,
     windows: torch.Tensor | None,
     block_size: int,
-    parts: int,
+    chunks: int,
 ) -> torch.Tensor:
-    """The gradient of k or v, `x`, from all branches; that of the means comes in `parts`."""
-    if parts > 1:
-        rows = dx_cmp.shape[-3] // parts
+    """The gradient of k or v, `x`, from all branches; that of the means comes in `chunks`."""
+    if chunks > 1:
+        rows = dx_cmp.shape[-3] // chunks
         dx_cmp = compute(
-            _sum_of_parts, dx_cmp, parts, shape=(*dx_cmp.shape[:-3], rows, *dx_cmp.shape[-2:]), dtype=dx_cmp.dtype
+            _sum_of_chunks, dx_cmp, chunks, shape=(*dx_cmp.shape[:-3], rows, *dx_cmp.shape[-2:]), dtype=dx_cmp.dtype
         )
     dx = x.new_empty(x.shape)
     if dx.numel():

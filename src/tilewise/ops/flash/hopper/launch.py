@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.ops._device.records import Offsets, Scales
-from tilewise.ops._host.hopper import processors, tile_descriptor
+from tilewise.ops._host.hopper import sm_count, tile_descriptor
 from tilewise.ops._host.launching import Launch, batch_size, tile_slots
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import ROWS, Forward
@@ -23,7 +23,7 @@ def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:
     k, v, q = inputs.k, inputs.v, inputs.q
     limited = inputs.right is not None
     bytes_a_kv_head = k.shape[-3] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    counts = (limited or inputs.cu_q is not None) and n_items > processors(q.device)
+    counts = (limited or inputs.cu_q is not None) and n_items > sm_count(q.device)
     return {
         "together": hopper_configs.heads_together(inputs.heads, inputs.group, bytes_a_kv_head, limited),
         "counter": q.new_zeros((1,), dtype=torch.int32) if counts else None,
@@ -80,4 +80,4 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         "maxnreg": registers.start,
         "enable_fp_fusion": True,
     }
-    return Launch(flash_fwd_hopper_kernel, min(n_items, processors(q.device)), arguments)
+    return Launch(flash_fwd_hopper_kernel, min(n_items, sm_count(q.device)), arguments)

@@ -10,7 +10,7 @@ import torch
 from tilewise.ops._device.hopper.blocks import Workspace
 from tilewise.ops._device.records import Offsets, Scales
 from tilewise.ops._host.gluon import gl
-from tilewise.ops._host.hopper import fits_tiles, processors, tile_descriptor
+from tilewise.ops._host.hopper import fits_tiles, sm_count, tile_descriptor
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.launching import Launch, batch_size, lse_strides, row_strides, tile_slots
 from tilewise.ops._host.program import Operation
@@ -57,7 +57,7 @@ def fits(inputs: Inputs) -> bool:
 def leaves_idle(inputs: Inputs) -> bool:
     """Whether there are so few blocks of keys that a quarter of the SMs or more would idle."""
     programs = tile_slots(inputs.k.shape[-3], _choose(inputs).block_n, inputs.cu_k) * (inputs.heads // inputs.group)
-    return 4 * programs < 3 * processors(inputs.q.device)
+    return 4 * programs < 3 * sm_count(inputs.q.device)
 
 
 def _mean_keys(inputs: Inputs) -> int:
@@ -99,7 +99,7 @@ def _chunks(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
         * group
         * padded(inputs.q.shape[-1])
     )
-    fill = -(-processors(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
+    fill = -(-sm_count(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
     most = max(MOST_BYTES // bytes_head, fill)
     batch = 1 if packed else inputs.q.shape[0]
     entries = _slices(batch, most // heads_k)
@@ -222,7 +222,7 @@ def backward_launches(
     }
     return [
         Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
-        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, processors(q.device)), shared | of_keys | main),
+        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, sm_count(q.device)), shared | of_keys | main),
         Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_keys | finish),
     ]
 

@@ -43,7 +43,7 @@ def choose(
     sizes: Sizes,
     scale: float,
 ) -> torch.Tensor:
-    """The blocks of every token and key head, int32 [..., T, Hk, block_count], from the queries, the windows and the
+    """The blocks of every token and KV head, int32 [..., T, Hk, block_count], from the queries, the windows and the
     LSE over them.
     """
     tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
