@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tilewise.bench.text import plot
 from tilewise.bench.result import from_json, load
+from tilewise.bench.text import plot
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.flash import simulate
