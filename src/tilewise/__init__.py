@@ -59,7 +59,7 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        # Kept, so that Python does not ask again at every call.
+        # Cached, so that Python does not ask again at every call.
         globals()[name] = value = getattr(importlib.import_module(_HOME[name]), name)
         return value
     raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

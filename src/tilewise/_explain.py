@@ -14,7 +14,7 @@ import tilewise
 from tilewise.ops._host import backend, describe
 from tilewise.ops._host.describe import Kernel as Kernel
 
-# Of a context; only `explain` reads it, so that calls run as ever.
+# Per context; only `explain` reads it, so that calls run unchanged.
 _architecture: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_explaining_on", default=None)
 # The public operators; the decoding step has no kernels of its own.
 OPERATORS = tuple(
@@ -41,9 +41,9 @@ class Explanation:
         backward: the same; None where no tensor requires a gradient.
         reasons: why faster kernels, or faster ways to read tensors, were not taken:
             `backward of D 192: portable kernels`.
-        forward_bytes: the most memory that the forward holds at a time beside what it returns or keeps for the
+        forward_bytes: the most memory that the forward holds at a time besides what it returns or keeps for the
             backward.
-        backward_bytes: the same of the backward, beside gradients.
+        backward_bytes: the same of the backward, besides gradients.
     """
 
     function: str
@@ -102,7 +102,7 @@ def explaining_on(architecture: int | str) -> Iterator[None]:
     Args:
         architecture: its compute capability, `"sm_80"` or 80.
 
-    It counts in this thread, or task, alone.
+    It applies to this thread, or task, only.
     """
     digits = str(architecture).removeprefix("sm_")
     if isinstance(architecture, bool) or not digits.isdigit():
@@ -130,7 +130,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         An `Explanation`: the backend, kernels, tiles and grids, and the reasons why faster kernels were not taken.
 
     Arguments are checked as in the call, as far as that needs no values, and for `cpu` and `reference` up to the choice
-    of the backend. It may be called beside other threads.
+    of the backend. It is safe to call while other threads run.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if name not in OPERATORS or not getattr(function, "__module__", "").startswith("tilewise.ops."):
@@ -173,7 +173,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 class _StandIns:
-    """Tensors of the same metadata without memory, each always the same one."""
+    """Tensors with the same metadata and no memory; each tensor always maps to the same one."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -186,7 +186,7 @@ class _StandIns:
         if not self._made:
             self.device = x.device
         if id(x) not in self._made:
-            # Kernels are chosen by strides and alignment too.
+            # Strides and alignment decide on kernels too.
             offset = 0 if x.device.type == "meta" else x.data_ptr() % 16 // x.element_size()
             made = torch.empty_strided((0,), (1,), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
             self._made[id(x)] = made.requires_grad_(x.requires_grad)

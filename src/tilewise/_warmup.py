@@ -15,16 +15,16 @@ from typing import Any
 
 from tilewise.ops._host.backend import VARIABLE, jobs
 
-# Kernels that a process compiles at a time: Triton holds Python's lock for a fifth of a compilation, so one process
-# fills about five cores.
+# Kernels that a process compiles at a time: Triton holds the GIL for a fifth of a compilation, so one process fills
+# about five cores.
 JOBS_EACH = 4
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass
 class Warmed:
-    """What a warm-up did: kernels there are, how many of them were compiled and not found in the cache, and what
-    failed, by kernel.
+    """What a warm-up did: the number of kernels, how many of them were compiled rather than found in the cache, and
+    failures by kernel.
     """
 
     kernels: int = 0
@@ -53,9 +53,9 @@ def warmup(
         forward_only: leave the backward out.
         advanced: called with how many kernels are done, and how many there are.
 
-    Kernels are compiled by processes of their own, in parallel (TILEWISE_COMPILE_JOBS), into the cache of this user
-    (TRITON_CACHE_DIR). They serve the same build of Triton, on the same kind of CPU. What makes another variant of a
-    kernel: docs/launch.md.
+    Kernels are compiled by separate processes, in parallel (TILEWISE_COMPILE_JOBS), into the cache of this user
+    (TRITON_CACHE_DIR). They serve the same build of Triton, on the same kind of CPU. docs/launch.md says what makes
+    another variant of a kernel.
     """
     if not operators:
         raise ValueError("no operator is named: expected at least one, such as flash")
@@ -87,7 +87,7 @@ def _architecture(arch: str | None) -> int:
 
 
 class _Run:
-    """Processes that share the kernels, and what they said so far."""
+    """Processes that share the kernels, and their answers so far."""
 
     def __init__(self, request: dict[str, Any], advanced: Callable[[int, int], None]) -> None:
         self._request = request
@@ -100,7 +100,7 @@ class _Run:
 
     def run(self) -> Warmed:
         began, count = time.monotonic(), jobs()
-        # Each takes the kernels that no other process is at.
+        # Each takes the kernels that no other process is working on.
         shares = [len(range(i, count, max(1, count // JOBS_EACH))) for i in range(max(1, count // JOBS_EACH))]
         threads = [threading.Thread(target=self._serve, args=(share,), daemon=True) for share in shares]
         for thread in threads:
@@ -117,7 +117,7 @@ class _Run:
     def _serve(self, share: int) -> None:
         """One process, until it ends."""
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        # What this process can import the other can, from wherever either is started. It needs no GPU, so it takes no
+        # The worker can import what this process can, from wherever either is started. It needs no GPU, so it takes no
         # memory there.
         paths = os.pathsep.join(str(Path(place).resolve()) for place in sys.path)
         environment |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", VARIABLE: str(share)}

@@ -1,9 +1,9 @@
 """A process that compiles what an operator launches, into Triton's cache: `python -m tilewise._warmup_worker`, which
 `tilewise.warmup` starts.
 
-It reads a line of JSON that says what is wanted, and answers line by line. It ends with whoever started it. No GPU is
-used: a driver that is none tells Triton which architecture to compile for, so the cache's keys are those of a call on
-such a GPU. Several of these processes share the work by the lock files of `tilewise.ops._host.compiling`.
+It reads the request, a line of JSON, and answers line by line. It ends with the process that started it. No GPU is
+used: a stand-in for the driver tells Triton which architecture to compile for, so the cache's keys are those of a call
+on such a GPU. Several of these processes share the work by the lock files of `tilewise.ops._host.compiling`.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from tilewise.workbench.operator import UsageError
 
 
 def cases(operator: str, shapes: Sequence[str]) -> list[Case]:
-    """Those asked for, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes
-    where it has none.
+    """The requested cases, by name or written out; else the standard set that `tilewise bench` times, or verify's sizes
+    if it has none.
     """
     found = workbench.find(operator)
     suite: Suite = found.load("suite")
@@ -50,7 +50,7 @@ def launches(operator: str, case: Case, dtype: torch.dtype, architecture: int, f
     def fill(_name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    # Of the values only shapes, strides and dtypes are left.
+    # Only shapes, strides and dtypes are kept, not values.
     tensors = {name: _without_data(x) for name, x in problem.tensors(fill).items()}
     leaves = [x.requires_grad_(not forward_only) for x in tensors.values() if x.is_floating_point()]
     with capture(architecture) as found:
@@ -68,7 +68,7 @@ def _without_data(x: torch.Tensor) -> torch.Tensor:
 
 
 def _end_with_the_parent() -> None:
-    """Whoever started this holds the other end of standard input."""
+    """The process that started this one holds the other end of standard input."""
     sys.stdin.read()
     os._exit(1)
 
@@ -98,7 +98,7 @@ def serve(request: dict[str, Any], answer: Any) -> None:
                 }
             )
     with contextlib.suppress(Exception):
-        # What Triton builds with a C compiler for every process, whatever the kernel.
+        # What Triton builds with a C compiler in every process, for any kernel.
         nvidia.CudaUtils()
     compiled = threading.local()
 
@@ -118,7 +118,7 @@ def serve(request: dict[str, Any], answer: Any) -> None:
 
 
 def main() -> None:
-    """Answer on what was standard output; what anybody prints goes to standard error."""
+    """Answer on the original standard output; what anything else prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lock = threading.Lock()

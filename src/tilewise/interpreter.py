@@ -56,7 +56,7 @@ def _has_triton() -> bool:
     try:
         return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
     except ImportError:
-        # Something keeps it from being imported.
+        # Its import is blocked.
         return False
 
 
@@ -69,14 +69,14 @@ def _wanted() -> bool:
 
 
 def set_here() -> bool:
-    """Whether `use_where_no_gpu` set TRITON_INTERPRET in this process, and not the user."""
+    """Whether `use_where_no_gpu`, not the user, set TRITON_INTERPRET in this process."""
     return _set_here
 
 
 def interpreting() -> bool:
-    """Whether Triton was imported to interpret kernels, whatever TRITON_INTERPRET says by now.
+    """Whether Triton was imported to interpret kernels, even if TRITON_INTERPRET has changed since.
 
-    Triton decides for each function when it is defined: the functions of its own library were, when it was imported.
+    Triton decides for each function when it is defined: for its own library, that is when it was imported.
     """
     from triton.language import standard
 
@@ -104,7 +104,7 @@ def repair() -> None:
         _speed_up_sort()
         _speed_up_helpers()
         _speed_up_types()
-        # Around all that a launch does, the bookkeeping of the helpers included.
+        # Around everything a launch does, including the helpers' bookkeeping.
         _repair_launches()
         _repaired = True
 
@@ -138,8 +138,8 @@ def _repair_range() -> None:
 def _repair_launches() -> None:
     """One launch at a time, without NumPy's warnings.
 
-    A launch's grid and program, and the language that it patches, are one for the process: two threads would read each
-    other's program numbers, and the first to end would take the language away from the other.
+    A launch's grid and program, and the patched language, are global to the process: two threads would read each
+    other's program numbers, and the first to end would remove the patch under the other.
     """
     from triton.runtime import interpreter
 
@@ -155,7 +155,7 @@ def _repair_launches() -> None:
 
 
 def _speed_up_sort() -> None:
-    """tl.sort with NumPy's own: step by step as a GPU sorts, 256 elements take a second."""
+    """tl.sort with NumPy's own sort: step by step as on a GPU, 256 elements take a second."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -174,8 +174,8 @@ def _speed_up_sort() -> None:
 
 
 def _speed_up_helpers() -> None:
-    """Calls of one jitted function from another: each would patch triton's language again, which takes longer than
-    most helpers do.
+    """Calls of one jitted function from another: each would patch triton's language again, which takes longer than most
+    helpers.
 
     The launch has patched it already, unless the helper sees the language under another name.
     """
@@ -207,7 +207,7 @@ def _speed_up_helpers() -> None:
 
 
 def _speed_up_types() -> None:
-    """What is recomputed for every value though it follows from its type: together more than half of the time.
+    """Caches what is recomputed for every value though it follows from its type: together more than half of the time.
 
     Sums of integers are also computed in 64 bits, for an assertion that only debugging makes.
     """
@@ -346,7 +346,7 @@ def _repair_bf16_arithmetic() -> None:
 
     wrap("binary_op", any_bf16, compute)
     wrap("unary_op", any_bf16, compute)
-    # np.where moves bits unchanged: as it comes it is right.
+    # np.where moves bits unchanged: the original is right.
     wrap("ternary_op", lambda a, b, c, operation: operation is not np.where and any_bf16(a, b, c), compute)
     wrap("cast_impl", lambda source, dtype: any_bf16(source) or dtype.scalar == tl.bfloat16, cast)
     wrap("create_fma", any_bf16, fma)

@@ -4,8 +4,8 @@
     def test_my_attention(tilewise_check):
         tilewise_check(my_attention)
 
-One test a case and dtype. With `tilewise_interpret = true` in pytest's settings, Triton interprets kernels where there
-is no GPU, and its interpreter is repaired: that is decided here, before any conftest or test can import triton.
+One test per case and dtype. With `tilewise_interpret = true` in pytest's settings, Triton interprets kernels where
+there is no GPU, and its interpreter is repaired: that is decided here, before any conftest or test can import triton.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Choose interpretation first of all, repaired for kernels that no operator of ours has a part in too."""
+    """Choose interpretation first of all, repaired also for kernels that use no operator of ours."""
     if early_config.getini("tilewise_interpret"):
         interpreter.use_where_no_gpu()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line("markers", MARKER)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a check."""
+    """One test per check."""
     if "tilewise_check" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("tilewise")
@@ -77,7 +77,7 @@ def tilewise_check(request: pytest.FixtureRequest) -> Callable[[Callable[..., An
     def check(function: Callable[..., Any]) -> None:
         result = Runner(workbench.find(request.param.operator), function).run(request.param)
         if not result.passed:
-            # The command that would repeat it names no file: the test itself does.
+            # The command to repeat it would name no file: the test itself does.
             pytest.fail("\n".join(result_lines(result, verbose=False)[:-1]), pytrace=False)
 
     return check

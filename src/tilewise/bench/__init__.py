@@ -1,1 +1,1 @@
-"""Speed beside what a user would pick instead, timed only where it is right."""
+"""Speed compared with what a user would pick instead; only correct implementations are timed."""

@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for; None where it left the choice to us."""
+    """What the command line asked for; None for what it left to us."""
 
     operator: str
     impls: Sequence[str]
@@ -57,13 +57,13 @@ class Request:
     tolerance: str = "5%"
     unverified: bool = False
     save: bool = True
-    # The words themselves, for the reports.
+    # The command line as typed, for the reports.
     command: str = ""
 
 
 def run_request(request: Request, console: Console) -> bool:
-    """Run it; returns whether all of the subject was timed, nothing failed verify, and nothing is slower than in the
-    run compared with.
+    """Run it; returns whether the subject was timed on everything, nothing failed verify, and nothing is slower than in
+    the earlier run.
     """
     operator = workbench.find(request.operator, "bench")
     timed: Benchmark = operator.load("bench")
@@ -76,7 +76,7 @@ def run_request(request: Request, console: Console) -> bool:
     everyone = contenders(operator, timed, request.impls, request.baselines, DTYPES[dtype], own)
     modes = [mode for mode in MODES if mode in request.modes]
     clock = Clock(device)
-    # Before anything of this run is on the GPU.
+    # Before this run puts anything on the GPU.
     findings = doctor.as_json()
     peak = measure_ceiling(device, DTYPES[dtype], clock)
     with busy(device):
@@ -90,7 +90,7 @@ def run_request(request: Request, console: Console) -> bool:
         verified: dict[str, dict[str, Verified]] = {case.name: {} for case in cases}
         for contender in judged:
             assert contender.implementation is not None
-            # The process ends, and gives back its memory, before anything is timed.
+            # The process ends, and frees its memory, before anything is timed.
             with one_process() as check:
                 for case in cases:
                     found = verify_case(
@@ -119,7 +119,7 @@ def run_request(request: Request, console: Console) -> bool:
 
 
 def _earlier(path: Path, operator: str, dtype: str) -> dict[str, Any]:
-    """The run to compare with; a UsageError where it is none of this operator in this dtype."""
+    """The run to compare with; a UsageError if it is not of this operator and dtype."""
     try:
         document = load(path)
     except UsageError as error:
@@ -129,8 +129,8 @@ def _earlier(path: Path, operator: str, dtype: str) -> dict[str, Any]:
 
 
 def find_cases(operator: Operator, timed: Benchmark, request: Request, device: str) -> list[Case]:
-    """Those asked for: by the benchmark's names, by verify's, or written out; by default the standard set of this kind
-    of device.
+    """The requested cases: by the benchmark's names, by verify's, or written out; by default the standard set of this
+    kind of device.
     """
     suite: Suite = operator.load("suite")
     known = {case.name: case for case in (*timed.gpu_cases, *timed.cpu_cases, *timed.cases(device))}

@@ -1,7 +1,7 @@
-"""What is timed: tilewise's own backend, anybody's function, plain torch, and the operator's other baselines; and
+"""What is timed: tilewise's own backend, a user's function, plain torch, and the operator's other baselines; and
 whether it is right on the same case.
 
-What a user would pick instead: how it is called on an operator's inputs, and why it cannot be where it cannot.
+What a user would pick instead: how it is called on an operator's inputs, or why it cannot be.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class CannotRunError(Exception):
 class Call(NamedTuple):
     """One implementation on one set of inputs.
 
-    `run` gives its outputs, the first of which is the operator's, in a layout of its own; `leaves` are what the
-    backward differentiates; `lay_out` brings the first output into the operator's layout. `pairs` is set where the work
-    is not the operator's.
+    `run` returns its outputs, the first of which is the operator's, in its own layout; `leaves` are what the backward
+    differentiates; `lay_out` converts the first output to the operator's layout. `pairs` is set if the work is not the
+    operator's.
     """
 
     run: Callable[[], Sequence[torch.Tensor]]
@@ -40,8 +40,8 @@ class Call(NamedTuple):
 
 class Baseline(NamedTuple):
     """`build` makes its call from a problem and inputs by name; a CannotRunError says why there is none. `on` are the
-    devices it is timed on unless it is asked for by name; one that is `dense` computes dense attention beside a sparse
-    operator, so that its output is another.
+    devices it is timed on unless requested by name; a `dense` one computes dense attention as a baseline of a sparse
+    operator, so its output differs.
     """
 
     name: str
@@ -63,12 +63,12 @@ def floating_leaves(tensors: Tensors) -> Tensors:
 
 OURS = "tilewise"
 PLAIN = "torch"
-# Scores of all heads that the fp64 truth may have: a gigabyte a copy on a GPU, of which it takes several.
+# The most scores, over all heads, for an fp64 truth: a gigabyte per copy on a GPU, and it takes several copies.
 MOST_SCORES = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 
 class Contender(NamedTuple):
-    """`implementation` is set for what verify judges; a baseline's output is compared with tilewise's, unless it is
+    """`implementation` is set if verify checks it; a baseline's output is compared with tilewise's, unless it is
     `dense` work of another kind.
     """
 
@@ -121,7 +121,7 @@ def contenders(
 
 
 def _short(name: str, among: Sequence[str]) -> str:
-    """The function's own name, where no other has it."""
+    """The function's own name, if it is unique."""
     last = name.rpartition(":")[2]
     others = [other.rpartition(":")[2] for other in among if other != name]
     return name if last in (OURS, *others) else last
@@ -149,9 +149,7 @@ def verify_case(
     dtype: str,
     gradients: bool,
 ) -> Verified:
-    """What verify says of an implementation on a problem, or on a shorter one of its kind where the truth would not
-    fit.
-    """
+    """Verify's result for an implementation on a problem, or on a shorter one of its kind if the truth does not fit."""
     checked = problem
     while _scores(checked) > MOST_SCORES[implementation.device]:
         checked = shorter(checked)
@@ -168,7 +166,7 @@ def verify_case(
 
 
 def written(problem: Problem) -> str:
-    """The problem as --config takes it, also where all of it is defaults."""
+    """The problem as --config takes it, even if all of it is defaults."""
     return str(problem) or f"D={vars(problem)['D']}"
 
 
@@ -179,7 +177,7 @@ def _scores(problem: Problem) -> int:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Half the batch, where there is one; else half the heads, down to two of keys; else half the tokens of every
+    """Half the batch if it can be halved; else half the heads, down to two KV heads; else half the tokens of every
     sequence.
     """
     sizes = vars(problem)

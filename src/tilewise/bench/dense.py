@@ -1,6 +1,6 @@
 """Dense attention as torch offers it: cuDNN, FlashAttention-2, its choice of fused kernels, FlexAttention.
 
-The work that is counted: pairs of a query and a key that a mask leaves, and operations and bytes that follow.
+Counts the work: pairs of a query and a key that a mask keeps, and the FLOPs and bytes that follow.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tilewise.verify.problem import Problem, Tensors
 
 
 def in_window(queries: int, keys: int, left: int, right: int) -> int:
-    """Of one sequence and one head, query i seeing the keys from i + off - left to i + off + right, off = keys -
+    """For one sequence and one head: query i sees the keys from i + off - left to i + off + right, off = keys -
     queries, -1 for no limit.
     """
     position = torch.arange(queries) + (keys - queries)
@@ -57,9 +57,7 @@ def in_blocks(position: torch.Tensor, indices: torch.Tensor, block: int) -> int:
 
 
 def ended_windows(tokens: int, size: int, stride: int) -> int:
-    """Pairs of a query and a window of keys, one each `stride`, that has ended by then; of one sequence
-    and one head.
-    """
+    """Pairs of a query and a window of keys, one per `stride`, that has ended by then; of one sequence and one head."""
     position = torch.arange(tokens)
     whole = max(0, (tokens - size) // stride + 1)
     return int(((position + 1 - size).div(stride, rounding_mode="floor") + 1).clamp(0, whole).sum())
@@ -79,9 +77,9 @@ class Work:
     gradients: int = 0
 
     def operations(self, mode: str, pairs: int | None) -> int:
-        """A score and its use forward; backward the score again, and four products more.
+        """Forward: the score and its product with V; backward: the score again, and four more products.
 
-        `pairs` are others than the operator's.
+        `pairs` replaces the operator's.
         """
         forward = 2 * (self.channels + self.values)
         backward = 2 * (3 * self.channels + 2 * self.values)
@@ -92,8 +90,8 @@ class Work:
         }[mode]
 
     def bytes(self, mode: str) -> int:
-        """Each input read once and each output written once; backward both read, with the gradient that arrives, and
-        gradients written.
+        """Forward: each input read once and each output written once; backward: both read, plus the incoming gradient,
+        and gradients written.
         """
         forward = self.inputs + self.outputs
         backward = forward + self.outputs + self.gradients
@@ -101,14 +99,14 @@ class Work:
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """All elements of them."""
+    """Total of all tensors."""
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 @dataclass(frozen=True)
 class Dense:
-    """What dense attention is asked for: window limits as `flash_attention` has them (causal is a right limit of 0),
-    packed where `lengths` are.
+    """The dense attention requested: window limits as in `flash_attention` (causal is a right limit of 0), packed if
+    `lengths` are given.
     """
 
     left: int = -1
@@ -120,8 +118,8 @@ class Dense:
 
 
 def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
-    """torch's scaled_dot_product_attention over `[B, T, H, D]`, each tensor in the layout that it likes best; `backend`
-    or torch's own choice.
+    """torch's scaled_dot_product_attention over `[B, T, H, D]`, each tensor in its preferred layout; `backend` or
+    torch's own choice.
     """
     if dense.lengths:
         raise CannotRunError("scaled_dot_product_attention takes no packed sequences")
@@ -148,7 +146,7 @@ def _attend(leaves: list[torch.Tensor], dense: Dense) -> torch.Tensor:
 
 
 def _explained(run: Callable[[], tuple[torch.Tensor]]) -> Callable[[], tuple[torch.Tensor]]:
-    """The same; where torch has no kernel, its warnings say why, and become the reason."""
+    """The same; if torch has no kernel, its warnings become the reason."""
     tried = False
 
     @functools.wraps(run)
@@ -241,7 +239,7 @@ NEEDS_GPU = ("cudnn", "fa2")
 
 
 def baselines(describe: Callable[[Problem], Dense], dense: bool) -> tuple[Baseline, ...]:
-    """Dense attention in all its kinds over a problem's q, k and v; `dense` where the operator itself is sparse."""
+    """All kinds of dense attention over a problem's q, k and v; `dense` if the operator itself is sparse."""
 
     def build(name: str, builder: Builder, problem: Problem, tensors: Tensors) -> Call:
         if name in NEEDS_GPU and tensors["q"].device.type != "cuda":

@@ -1,10 +1,9 @@
-"""What was timed, and what comes of it. Everything here can be written as JSON.
+"""What was timed, and the results. Everything here can be written as JSON.
 
 Runs as JSON: written, read back, and compared with an earlier one.
 
 `tilewise bench` and the scripts in benchmarks/ save the same document: schema and version, the command, where it ran,
-and rows. `report.schema.json` beside this file says what every field is; its version changes when a reader would have
-to.
+and rows. `report.schema.json` next to this file describes every field; its version changes when readers have to change.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from tilewise.bench.timing import Times
 from tilewise.workbench.operator import UsageError
 
 MODES = ("fwd", "bwd", "fwd+bwd")
-# A ratio this near to 1 is no difference.
+# A ratio this close to 1 counts as equal.
 EVEN = 0.02
 # What a series of lengths varies.
 VARIED = ("B", "T", "Tk", "lengths", "lengths_k", "max_seq_len", "targets")
@@ -28,8 +27,8 @@ VARIED = ("B", "T", "Tk", "lengths", "lengths_k", "max_seq_len", "targets")
 
 @dataclass(frozen=True)
 class Verified:
-    """What verify said of an implementation on a case: `problem` is the case itself or, where the fp64 truth of that
-    would not fit, a shorter one.
+    """Verify's result for an implementation on a case: `problem` is the case itself or, if its fp64 truth would not
+    fit, a shorter one.
     """
 
     problem: str
@@ -60,9 +59,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """The problem without what a series of lengths varies; sequences of different lengths are a kind
-        of their own.
-        """
+        """The problem without what a series of lengths varies; sequences of different lengths are a separate kind."""
         parts = dict(part.partition("=")[::2] for part in self.problem.split(","))
         jagged = len(set(parts.get("lengths", "").split("/"))) > 1
         return ", ".join(
@@ -82,8 +79,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the machine did in the same run: TFLOP/s of a large product in `dtype`, and GB/s of a large copy, bytes read
-    and bytes written both counted; the best of several tries.
+    """What the machine achieved in the same run: TFLOP/s of a large matmul in `dtype`, and GB/s of a large copy,
+    counting both bytes read and bytes written; the best of several tries.
     """
 
     tflops: float
@@ -101,9 +98,9 @@ class Report:
     operator: str
     dtype: str
     subject: str
-    # The baselines that do dense work beside a sparse operator.
+    # Baselines that do dense work, for a sparse operator.
     dense: Sequence[str]
-    # Asked for: then nothing was verified.
+    # On request: then nothing was verified.
     unverified: bool
     ceiling: Ceiling
     # By implementation: what it is.
@@ -116,9 +113,7 @@ class Report:
             yield [row for row in self.rows if (row.case, row.mode) == (case, mode)]
 
     def ratios(self) -> dict[str, dict[str, list[float]]]:
-        """By mode and baseline: how often the subject runs while the baseline runs once, of every case that both were
-        timed on.
-        """
+        """By mode and baseline: the subject's speedup over the baseline, for every case that both were timed on."""
         found: dict[str, dict[str, list[float]]] = {}
         for group in self.groups():
             for name, ratio in ratios_of(group, self.subject).items():
@@ -140,7 +135,7 @@ def ratios_of(group: Sequence[Row], subject: str) -> dict[str, float]:
 
 
 def verdict(group: Sequence[Row], subject: str) -> str:
-    """One line on one case and mode; empty where the subject was not timed, or nothing beside it."""
+    """One line on one case and mode; empty if the subject, or all else, was not timed."""
     ratios = ratios_of(group, subject)
     if not ratios:
         return ""
@@ -177,9 +172,9 @@ def overtakes(report: Report, mode: str, baseline: str) -> dict[str, float | Non
 
 
 def _crossing(points: Sequence[tuple[int, float]]) -> float | None:
-    """Where ratios rise over 1 for good, between measured lengths on log axes.
+    """Where ratios rise above 1 for good, interpolated between measured lengths on log axes.
 
-    None where the longest is below 1; the shortest where none is.
+    None if the longest is below 1; the shortest if none is.
     """
     if points[-1][1] < 1:
         return None
@@ -276,7 +271,7 @@ def _summary(report: Report, mode: str, name: str, ratios: Sequence[float]) -> d
 
 
 def from_json(document: Mapping[str, Any]) -> Report:
-    """The report that a document was made of."""
+    """The report that a document was made from."""
     names = {field.name for field in dataclasses.fields(Row)}
     rows = []
     for saved in document["rows"]:
@@ -351,6 +346,6 @@ def changes(report: Report, earlier: dict[str, Any]) -> list[Change]:
 
 
 def other_device(environment: dict[str, str], earlier: dict[str, Any]) -> str:
-    """What is to be said where the two runs are of different machines; empty where they are not."""
+    """A note if the two runs are from different machines; else empty."""
     then, now = earlier["environment"].get("device"), environment["device"]
     return "" if then == now else f"the earlier run was on {then}, this one on {now}: their times do not compare"

@@ -1,4 +1,4 @@
-"""Times implementations on one case, taking turns, and what the machine can do at all."""
+"""Times implementations on one case, in turns, and measures what the machine can do at all."""
 
 import contextlib
 import gc
@@ -22,9 +22,9 @@ from tilewise.verify.suite import Case
 from tilewise.verify.watch import peak_memory
 from tilewise.workbench.operator import Benchmark, Operator
 
-# Inputs of fewer bytes than this are made twice and taken in rotation.
+# Inputs smaller than this, in bytes, are made twice and used in rotation.
 ROTATED_BYTES = 256 << 20
-# How far two right implementations may be apart, of the output's norm.
+# How far two correct implementations may differ, relative to the output's norm.
 MOST_APART = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SEED = 42
 # Rows and columns of the product, bytes of the copy, and how often each is tried.
@@ -56,14 +56,15 @@ class Bench:
     def time_case(self, case: Case, verified: Mapping[str, Verified]) -> list[Row]:
         """A row for each contender and mode.
 
-        Who fails verify is not timed; who fails once has no times in any mode, for that may be the cause.
+        A contender that fails verify is not timed; one that fails once has no times in any mode: one failure may cause
+        others.
         """
         problem, work, expected, sets = case.problem, Work(), None, list[Tensors]()
         reasons = {
             name: f"fails verify: {one.why}; see: {one.command}" for name, one in verified.items() if not one.passed
         }
         if "torch._dynamo" in sys.modules:
-            # It compiles a function for a few shapes only, and would then run it uncompiled.
+            # Dynamo compiles a function for a few shapes only, then runs it uncompiled.
             torch._dynamo.reset()
         try:
             sets = self._input_sets(problem)
@@ -71,7 +72,7 @@ class Bench:
         except Exception as error:
             for contender in self.contenders:
                 reasons.setdefault(contender.name, f"the case itself does not run: {_reason(error)}")
-        # What is wrong judges nobody; and a choice in lower precision is another choice.
+        # A wrong output is no reference for others; and a choice in lower precision is a different choice.
         expected = None if OURS in reasons or problem.choices else expected
         calls: dict[str, list[Call]] = {}
         for contender in self.contenders:
@@ -106,7 +107,7 @@ class Bench:
     def _noted(
         self, name: str, calls: dict[str, list[Call]], reasons: dict[str, str], mode: str = ""
     ) -> Iterator[None]:
-        """Inside, an error is the reason why a contender has no times."""
+        """Inside, an error becomes the reason why a contender has no times."""
         try:
             yield
         except Exception as error:
@@ -116,13 +117,13 @@ class Bench:
 
     def _free(self) -> None:
         gc.collect()
-        # After an error in a kernel a GPU answers no more: that has been noted already.
+        # After a kernel error the GPU context is dead: that has been noted already.
         with contextlib.suppress(RuntimeError):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _input_sets(self, problem: Problem) -> list[Tensors]:
-        """One set, or two where they are small."""
+        """One set of inputs, or two if they are small."""
         generator = torch.Generator(self.device).manual_seed(SEED)
 
         def fill(_name: str, shape: tuple[int, ...], size: float) -> torch.Tensor:
@@ -140,8 +141,8 @@ class Bench:
         return [first] if bytes_of(first) > ROTATED_BYTES else [first, make()]
 
     def _work(self, problem: Problem, tensors: Tensors) -> tuple[Work, torch.Tensor]:
-        """What the definition does, counted on tilewise's own outputs, of which the first is also what others must
-        agree with.
+        """The definition's work, counted on tilewise's own outputs; other implementations must agree with the first of
+        them.
         """
         ours = next(contender for contender in self.contenders if contender.name == OURS)
         assert ours.implementation is not None
@@ -191,7 +192,7 @@ class Bench:
         return {name: _Measured(entries[name].times, *memory[name]) for name in calls}
 
     def _memory(self, call: Callable[[], object]) -> tuple[int, int]:
-        """Bytes at the peak of one run beyond what was there: allocated, and reserved by the allocator for it."""
+        """Peak bytes of one run above what was in use before: allocated, and reserved by the allocator for it."""
         if self.device.type != "cuda":
             return peak_memory(call, self.device), 0
         self._free()
@@ -213,7 +214,7 @@ class Bench:
 
 
 def _run(call: Call, mode: str) -> Callable[[], object]:
-    """One run in a mode. The backward alone keeps the graph of one forward and runs over it again."""
+    """One run in a mode. The backward alone keeps the autograd graph of one forward and reruns it."""
     if mode == "fwd":
         return call.run
     o = call.run()[0]
@@ -232,7 +233,7 @@ def _reason(error: Exception) -> str:
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
-    """On a CPU the product is fp32's, in which its backends compute."""
+    """On a CPU the matmul is in fp32, in which its backends compute."""
     dtype = dtype if device.type == "cuda" else torch.float32
     size = MATRIX[device.type]
     # Random numbers: zeros draw less power, and run faster.
@@ -255,7 +256,7 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> C
 
 @contextlib.contextmanager
 def busy(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU is at work, so that the clocks it is asked for are those it runs at."""
+    """Inside, the GPU is kept busy, so that the clocks read are those under load."""
     ended = threading.Event()
 
     def work() -> None:

@@ -25,7 +25,7 @@ def table(report: Report, groups: Sequence[Sequence[Row]]) -> Table:
     """One case, a group of rows for each mode: times in ms, rates with their shares of the machine's peak, memory at
     its peak.
 
-    × is how often the subject runs while this implementation runs once.
+    × is the subject's speedup over this implementation.
     """
     found = Table(*COLUMNS, box=None, pad_edge=False)
     for column in found.columns[2:]:
@@ -53,8 +53,8 @@ def _figures(report: Report, row: Row) -> list[str]:
 
 
 def case_lines(report: Report, groups: Sequence[Sequence[Row]]) -> Iterator[str]:
-    """What the table of a case does not hold: who was not timed and why, what was verified in the case's place, and a
-    verdict for each mode.
+    """What a case's table leaves out: what was not timed and why, what was verified in the case's place, and a verdict
+    for each mode.
     """
     rows = [row for group in groups for row in group]
     for name, reason in dict.fromkeys((row.implementation, row.reason) for row in rows if row.times is None):
@@ -106,15 +106,15 @@ def change_lines(changes: Sequence[Change], tolerance: float) -> Iterator[str]:
     yield f"{f'FAIL: {slower}' if slower else 'PASS: none'} of {len(changes)} slower by more than {tolerance:.1%}"
 
 
-# Okabe and Ito's colours, which can be told apart in every kind of colour blindness; markers and dashes tell them apart
-# in grey too.
+# Okabe and Ito's colours, distinct in every kind of colour blindness; markers and dashes keep them distinct in grey
+# too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 
 
 def save_plot(report: Report, path: Path) -> bool:
-    """As a picture in the format that the name ends in; returns whether there was anything to draw."""
+    """As a picture in the format of the file's suffix; returns whether there was anything to draw."""
     picture = draw(report, path.suffix.removeprefix("."))
     if picture:
         path.write_bytes(picture)
@@ -134,7 +134,7 @@ def draw(report: Report, format: str) -> bytes:
 def plot(report: Report) -> "Figure | None":
     """None where nothing was timed.
 
-    A sparse operator does less work than dense ones: there speed is tokens a second, else TFLOP/s.
+    A sparse operator does less work than dense ones: there speed is in tokens per second, else in TFLOP/s.
     """
     from matplotlib.figure import Figure
 
@@ -181,6 +181,6 @@ def plot(report: Report) -> "Figure | None":
 
 
 def speed(report: Report, row: Row) -> float:
-    """What the plot shows of a row."""
+    """The plotted value of a row."""
     assert row.times is not None
     return row.total_tokens / row.times.median / 1e3 if report.dense else row.tflops

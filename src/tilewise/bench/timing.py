@@ -4,7 +4,7 @@ Device time is that of single runs: device events on a GPU, a steady clock on a 
 Host time is that of batches of calls without a synchronisation between them, by the wall clock. In both, contenders
 take turns and medians count.
 
-Nothing else of tilewise is imported here: benchmarks/host.py loads this file beside another version of the operators.
+Nothing else of tilewise is imported here: benchmarks/host.py loads this file next to another version of the operators.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-# More than the second-level cache of any GPU, or the last-level cache of most CPUs, holds.
+# More than the L2 cache of any GPU, or the last-level cache of most CPUs, holds.
 FLUSHED_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-# How often implementations take turns, so that a change of clocks meets all of them.
+# How often implementations take turns, so that a clock change affects all of them.
 TURNS = 5
-# Where no number of runs was asked for, a call is timed at most so long, but so often at least.
+# If no number of runs was requested, a call is timed for at most this long, but at least this often.
 MOST_SECONDS, LEAST_RUNS = 2.0, 5
 # Runs before those of `take_turns`, and the seconds that each of its calls may take.
 WARM_UP, SCRIPT_SECONDS = 5, 0.5
-# A graph that is timed holds so many calls that it takes this long: emptying the cache before it then does not count.
+# A timed graph holds enough calls to take this long: emptying the cache before it then does not count.
 GRAPH_MS = 20.0
 # The probe for work on other streams holds all streams for twice the call's host time and HELD_MS more. It reports work
 # that ends LATE_MS after the current stream's in each of PROBES tries.
@@ -58,7 +58,7 @@ class Times:
 
 
 def summarise(milliseconds: Sequence[float]) -> Times:
-    """What is reported of single runs. A percentile is the least run that so many percent do not exceed."""
+    """What is reported of single runs. The p-th percentile is the least time that p percent of runs do not exceed."""
     ordered = sorted(milliseconds)
 
     def percentile(share: float) -> float:
@@ -159,7 +159,7 @@ class _Probe:
         end.record()
         torch.cuda.synchronize(device)
         self._flush_ms = max(begin.elapsed_time(end), 1e-3)
-        # What the host's own wait takes, where no other stream has work.
+        # The cost of the host's own wait, if no other stream has work.
         self._nothing = min(self._late(lambda: flushed[:1].zero_(), HELD_MS) for _ in range(PROBES))
 
     def sees(self, call: Call) -> bool:
@@ -202,16 +202,14 @@ def _pool_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def runs_that_fit(asked: int | None, milliseconds: float, seconds: float = MOST_SECONDS) -> int:
-    """How often to time a call that takes so long: as often as was asked for, else 100 times or what fits
-    `seconds`.
-    """
+    """How often to time a call that takes this long: as often as requested, else 100 times or what fits `seconds`."""
     if asked is not None:
         return asked
     return min(100, max(LEAST_RUNS, int(1e3 * seconds / max(milliseconds, 1e-6))))
 
 
 def in_turns(count: int) -> list[int]:
-    """`count` runs divided over the turns, as evenly as they go."""
+    """`count` runs, split as evenly as possible over the turns."""
     return [count // TURNS + (turn < count % TURNS) for turn in range(TURNS)]
 
 
@@ -262,8 +260,8 @@ def graph_milliseconds(clock: Clock, step: Call) -> float:
 
 
 def _warm_stream(step: Call) -> torch.cuda.Stream:
-    """A stream that has run the step. Warm-up and capture share it, for autograd ties a leaf to the stream that it met
-    first.
+    """A stream that has run the step. Warm-up and capture share it: autograd ties a leaf to the first stream that it is
+    used on.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -281,7 +279,7 @@ def _capture(step: Call, count: int, stream: torch.cuda.Stream) -> Call:
             step()
 
     def replay(_kept: object = step) -> None:
-        # The graph reads the step's tensors, and does not keep them.
+        # The graph reads the step's tensors, but does not keep them alive.
         graph.replay()
 
     return replay
@@ -349,5 +347,5 @@ def host_times(
 
 
 def synchronizer(device: str) -> Call:
-    """What waits until the device is idle."""
+    """A function that waits until the device is idle."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -21,7 +21,7 @@ MINIMUM = {"torch": (2, 10), "triton": (3, 6)}
 
 
 def examine(probe: bool = True) -> list[Finding]:
-    """Look at everything, in the order in which one would ask; without `probe` at what takes no time."""
+    """Check everything, in the order in which one would ask; without `probe` only what takes no time."""
     findings = [Finding("python", platform.python_version()), *_versions()]
     if any(finding.subject == "torch" and finding.found == MISSING for finding in findings):
         return findings
@@ -88,7 +88,7 @@ def _versions() -> Iterable[Finding]:
 
 def _missing(package: str, needed: str) -> Finding:
     if package == "triton" and platform.system() != "Linux":
-        # There is none to install: references and CPU backends are what runs there.
+        # There is no package to install: references and CPU backends run there.
         return Finding(package, MISSING, "note", "no kernel runs without it: use backend='cpu' or backend='reference'")
     return Finding(package, MISSING, "problem", f"pip install '{package}>={needed}'")
 
@@ -112,9 +112,7 @@ def _mode() -> Finding:
 
 
 def _miscompile() -> Finding:
-    """Triton 3.6 on Hopper: products of a tile narrower than 128 bytes beside a wider one come out wrong, with no
-    error.
-    """
+    """Triton 3.6 on Hopper: products of a tile narrower than 128 bytes next to a wider one are wrong, with no error."""
     import torch
 
     from tilewise.ops._host.backend import interpreting
@@ -132,7 +130,7 @@ def _miscompile() -> Finding:
         "tilewise's own kernels avoid them; in yours, pad tiles of fewer than 64 channels in 16 bits to the width of"
         " the others"
     )
-    # In a process of its own: wrong code may end it, or the GPU context with it.
+    # In a separate process: wrong code may kill it, or its GPU context.
     try:
         result = subprocess.run(
             [sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120

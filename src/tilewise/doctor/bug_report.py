@@ -1,4 +1,4 @@
-"""`tilewise doctor --report`: one block of text for a bug report. Nothing in it says where anything lies.
+"""`tilewise doctor --report`: one block of text for a bug report. It contains no paths.
 
 Which families of kernels run on this machine, and why the others do not; and what a result was made with: versions,
 the device, and how kernels ran.
@@ -20,7 +20,7 @@ HOPPERS = (9, 0)
 
 
 def is_there(package: str) -> bool:
-    """Whether a package can be found. One that something keeps from being imported counts as missing."""
+    """Whether a package can be found. One whose import is blocked counts as missing."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -68,7 +68,7 @@ def portable_off() -> list[str]:
 
 
 def hopper_off() -> list[str]:
-    """Why Hopper's own kernels do not run here, empty where they do: every reason, for one alone may be fixed."""
+    """Why Hopper's own kernels do not run here, empty if they do: every reason, since fixing one may not be enough."""
     from tilewise.ops._host import gluon
 
     reasons = []
@@ -104,13 +104,13 @@ PREFIXES = ("TILEWISE_", "TRITON_")
 # Names of variables that hold a path even where nothing in the value shows it.
 PATH_NAMES = re.compile(r"(DIR|PATH|HOME|FILE|FOLDER|ROOT)$")
 PATH = "<path>"
-# So that a report stays short: kinds of GPUs and variables, further ones by name or number.
+# Keeps a report short: kinds of GPUs and variables, further ones by name or number.
 MOST_GPUS, MOST_VARIABLES, MOST_CHARACTERS = 2, 8, 60
 WIDTH = 26
 
 
 def report() -> str:
-    """The block, fenced as Markdown wants it; the same lines in the same order on every machine, then variables."""
+    """The block, fenced as Markdown needs it; the same lines in the same order on every machine, then variables."""
     import tilewise
 
     rows = [
@@ -186,7 +186,7 @@ def _value(name: str) -> str:
 
 
 def without_paths(text: str) -> str:
-    """The text with <path> for each word, and each bracket's contents, that has a separator of paths in it."""
+    """The text with <path> for each word, and each bracket's contents, that has a path separator in it."""
     text = re.sub(r"\([^()]*[/\\][^()]*\)", f"({PATH})", text)
     return re.sub(r"[^\s'\"();,]*[/\\][^\s'\"();,]*", PATH, text)
 
@@ -194,7 +194,7 @@ def without_paths(text: str) -> str:
 def environment() -> dict[str, str]:
     """By name, for reports.
 
-    On a GPU also CUDA, cuDNN, the driver and the clocks just now, as far as nvidia-smi tells.
+    On a GPU also CUDA, cuDNN, the driver and the current clocks, as far as nvidia-smi reports them.
     """
     import torch
 
@@ -212,7 +212,7 @@ def environment() -> dict[str, str]:
         if torch.backends.cudnn.is_available():
             found["cuDNN"] = str(torch.backends.cudnn.version())
         states = reported_states()
-        # With CUDA_VISIBLE_DEVICES torch numbers otherwise than nvidia-smi, which shows all GPUs.
+        # With CUDA_VISIBLE_DEVICES torch's numbering differs from nvidia-smi's, which shows all GPUs.
         if len(states) == torch.cuda.device_count():
             state = states[torch.cuda.current_device()]
             found["clocks"] = f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz, memory {state['clocks.mem']} MHz"

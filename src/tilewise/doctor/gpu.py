@@ -1,7 +1,6 @@
-"""What doctor looks at where there is a GPU: what it is, what it does just now, and what torch and Triton
-bring for it.
+"""What doctor checks if there is a GPU: what it is, its current state, and what torch and Triton bring for it.
 
-What nvidia-smi tells of the GPUs. Nothing where it is missing, hangs, or says what cannot be read.
+nvidia-smi's output on the GPUs. Empty if it is missing, hangs, or prints what cannot be read.
 """
 
 import os
@@ -13,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from tilewise.doctor.machine import Finding
 
 SECONDS = 5.0
-# Why clocks are below what was asked for, as bits of `clocks_event_reasons.active`; idle and chosen clocks are none of
-# these.
+# Why clocks are below the requested ones, as bits of `clocks_event_reasons.active`; idle and user-set clocks are none
+# of these.
 THROTTLES = {
     0x04: "the power cap",
     0x08: "hardware slowdown",
@@ -40,27 +39,27 @@ STATE = (
 
 
 def reported_states() -> list[dict[str, str]]:
-    """The fields of STATE by name for each GPU, units left out; what a GPU does not tell is in brackets, as
-    in `[N/A]`.
+    """The fields of STATE by name for each GPU, without units; what a GPU does not report is in brackets, as in
+    `[N/A]`.
     """
     return [dict(zip(STATE, row, strict=True)) for row in _query("gpu", STATE)]
 
 
 def throttles() -> list[str]:
-    """For each GPU why its clocks are held down just now: "" where they are not."""
-    # Older drivers know it by another name.
+    """For each GPU why its clocks are throttled now: "" if they are not."""
+    # Older drivers have another name for it.
     rows = _query("gpu", ("clocks_event_reasons.active",)) or _query("gpu", ("clocks_throttle_reasons.active",))
     reasons = [int(row[0], 16) if re.fullmatch(r"0x[0-9a-fA-F]+", row[0]) else 0 for row in rows]
     return [" and ".join(name for bit, name in THROTTLES.items() if bits & bit) for bits in reasons]
 
 
 def processes() -> list[str]:
-    """The numbers of processes that compute on any GPU."""
+    """The ids of processes that compute on any GPU."""
     return [row[0] for row in _query("compute-apps", ("pid",)) if row[0].isdigit()]
 
 
 def number(text: str) -> float | None:
-    """A field as a number, None where it is none."""
+    """A field as a number, None if it is not one."""
     try:
         return float(text)
     except ValueError:
@@ -77,11 +76,11 @@ def _query(what: str, fields: Sequence[str]) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines()]
-    # A message in place of an answer has other columns.
+    # A message instead of an answer has other columns.
     return rows if result.returncode == 0 and all(len(row) == len(fields) for row in rows) else []
 
 
-# Memory that others use, in MiB, from which on it is worth a note; this process's own context takes less.
+# Memory used by others, in MiB, from which it is worth a note; this process's own context takes less.
 MUCH_MEMORY = 1024.0
 
 
@@ -113,7 +112,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def states() -> Iterator[Finding]:
-    """What each GPU does just now, numbered as nvidia-smi does."""
+    """The current state of each GPU, numbered as nvidia-smi does."""
     import torch
 
     if not torch.cuda.is_available():
@@ -133,7 +132,7 @@ def states() -> Iterator[Finding]:
         [number for number in processes() if number != str(os.getpid())],
     )
     for place, state in enumerate(found):
-        # With CUDA_VISIBLE_DEVICES torch numbers otherwise.
+        # With CUDA_VISIBLE_DEVICES torch's numbering differs.
         own = torch.cuda.memory_reserved(place) / 2**20 if len(found) == torch.cuda.device_count() else 0.0
         yield _memory(state, own, others)
         yield _clocks(state, reasons[place] if place < len(reasons) else "")
@@ -200,7 +199,7 @@ def _modes(state: dict[str, str]) -> Iterator[Finding]:
 
 
 def baselines() -> Iterator[Finding]:
-    """Which attention of torch's own a benchmark can be held against on a GPU."""
+    """Which of torch's own attention kernels can be a benchmark's baseline on a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -239,7 +238,7 @@ def ptxas() -> Finding:
     try:
         version = str(compiler.get_ptxas(90).version)
     except Exception as error:
-        # Whatever it is, kernels of an NVIDIA GPU cannot be compiled.
+        # In any case, kernels for an NVIDIA GPU cannot be compiled.
         return Finding(
             "ptxas",
             f"does not run ({type(error).__name__})",

@@ -1,5 +1,5 @@
-"""What doctor looks at on any machine: packages, variables, the C compiler, Triton's cache, disk and threads; and
-how a finding is written down.
+"""What doctor checks on any machine: packages, variables, the C compiler, Triton's cache, disk and threads; and how a
+finding is written down.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ MISSING = "not installed"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what was found, whether it is a problem, and what to do about it."""
+    """One check: what was found, whether it is a problem, and what to do about it."""
 
     subject: str
     found: str
@@ -28,14 +28,14 @@ class Finding:
 
 
 def version_of(package: str) -> str:
-    """The version of a package that can be imported; one that was only copied beside others has none."""
+    """The version of an importable package; one that was only copied next to others has none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "of no known version"
 
 
-# What lacks without a package, and what installs it from the repository.
+# What is missing without a package, and what installs it from the repository.
 PACKAGES = {
     "rich": ("the command line", "'.[tools]'"),
     "typer": ("the command line", "'.[tools]'"),
@@ -80,7 +80,7 @@ def packages() -> Iterator[Finding]:
 
 
 def variables() -> Iterator[Finding]:
-    """Those of VARIABLES that are set. A path is not repeated: reports travel."""
+    """Those of VARIABLES that are set. Paths are not repeated: reports get shared."""
     for name, advice in VARIABLES.items():
         value = os.environ.get(name)
         if value:
@@ -118,7 +118,7 @@ def _existing(folder: Path) -> Path:
 
 
 def cache() -> Finding:
-    """Whether compiled kernels can be kept, and how much they take."""
+    """Whether compiled kernels can be cached, and how much space they take."""
     folder = _cache_folder()
     if not os.access(_existing(folder), os.W_OK):
         return Finding(
@@ -134,7 +134,7 @@ def cache() -> Finding:
             try:
                 size += os.lstat(os.path.join(place, name)).st_size
             except OSError:
-                # Another process clears it just now.
+                # Another process is clearing it right now.
                 continue
             files += 1
         if time.monotonic() > end:
@@ -148,7 +148,7 @@ def cache() -> Finding:
 
 
 def disk() -> Finding:
-    """Space where compiled kernels are kept."""
+    """Free space where compiled kernels are cached."""
     try:
         free = shutil.disk_usage(_existing(_cache_folder())).free
     except OSError as error:
@@ -165,7 +165,7 @@ def disk() -> Finding:
 
 
 def threads() -> Finding:
-    """Cores, and threads that torch takes on the CPU."""
+    """Cores, and threads that torch uses on the CPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,5 +1,5 @@
-"""What the default configurations are held to: bytes that a kernel may spill, by architecture, and a few more;
-`allowances.json` says which.
+"""Limits for the default configurations: bytes that a kernel may spill, by architecture, and a few more;
+`allowances.json` has them.
 
 Only `tilewise inspect --check --update` writes that file.
 """
@@ -15,15 +15,15 @@ from tilewise.inspect.facts import CARDS, fits
 from tilewise.inspect.request import Row
 
 FILE = Path(__file__).with_name("allowances.json")
-# A card of each family of tiles, and all consumer cards.
+# One card for each family of tiles, and all consumer cards.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 # The rules for Hopper and for the smallest card are about 64 and 128 channels; on the others the wider problems, which
-# take more of everything, do.
+# need more of everything, are enough.
 WIDE = (80, 100)
 # Every operator must run on a card with this little shared memory.
 SMALLEST = 86
-# Cards that have the tiles of sm_86: of those, so that the check stays short, only problems that take most. A test that
-# runs at night has all configurations of all cards.
+# Cards that use the tiles of sm_86: to keep the check short, only the problems that need most. A nightly test covers
+# all configurations of all cards.
 ONLY = (
     (89, ("D 128 causal", "compressed D 128")),
     (120, ("D 128 causal", "compressed D 128", "around D 128", "selected D 128")),
@@ -32,11 +32,11 @@ ONLY = (
 
 @dataclass(frozen=True)
 class Allowances:
-    """Bytes spilt, stored and loaded, by architecture and kernel, and how many of the instructions for that lie in
-    loops; 0 where none is named.
+    """Bytes spilled, stored and loaded, by architecture and kernel, and how many of the spill instructions are in
+    loops; 0 if a kernel is not listed.
 
-    For Hopper: kernels that may multiply without wgmma, or have it serialised. `ptxas` are the assemblers that the
-    figures come from: others spill otherwise.
+    For Hopper: kernels that may multiply without wgmma, or with serialised wgmma. `ptxas` are the assembler versions
+    that the numbers come from: others spill differently.
     """
 
     ptxas: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Allowances:
 
 
 def operators() -> tuple[str, ...]:
-    """Those that together launch every kernel there is."""
+    """Those that together launch every kernel."""
     return tuple(name for name in workbench.names("launches") if not workbench.find(name).part_of)
 
 
@@ -57,13 +57,13 @@ def read_allowances() -> Allowances:
 
 
 def write_allowances(allowances: Allowances) -> None:
-    """The explicit change."""
+    """The explicit update."""
     document: dict[str, Any] = vars(allowances)
     FILE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def measured(rows: Sequence[Row]) -> Allowances:
-    """What the kernels do now, as allowances."""
+    """The kernels' current numbers, as allowances."""
     found = Allowances()
     for row in rows:
         if row.facts is None:
@@ -90,8 +90,8 @@ def _spilled(row: Row) -> int:
 
 
 def _spilled_in_loops(row: Row) -> int:
-    """Of portable kernels. Hopper's own are one loop over work items: what such a kernel spills at the end of an item
-    would count as well.
+    """For portable kernels. Hopper's own are one persistent loop over work items: spills at the end of an item would
+    count as well.
     """
     assert row.facts is not None
     return 0 if "hopper" in row.kernel else row.facts.spills_in_loops or 0
@@ -102,7 +102,7 @@ def _wants_wgmma(row: Row) -> bool:
 
 
 def violations(rows: Sequence[Row], allowed: Allowances) -> list[str]:
-    """A line for each kernel that breaks a rule."""
+    """One line for each kernel that breaks a rule."""
     lines: list[str] = []
     for row in rows:
         lines += [f"sm_{row.architecture} {row.place}: {what}" for what in _broken(row, allowed)]

@@ -1,15 +1,15 @@
-"""An audit of offsets: every operator's launches at sizes that no machine holds, for 32-bit overflow, accesses out of
-bounds and grid limits.
+"""Audits offsets: every operator's launches at sizes that fit no machine, for 32-bit overflow, out-of-bounds accesses
+and grid limits.
 
 Calls at virtual sizes, for the audit of their launches: 10 million tokens, many heads, strides far apart.
 
 Tensors have shapes and no memory.
 
-One launch: whether a GPU can launch it, and chosen programs interpreted with every 32-bit number and every address
+One launch: whether a GPU can launch it, and selected programs interpreted with every 32-bit number and every address
 checked.
 
-Interpreting needs a process that interprets kernels, and one that does nothing else meanwhile: Triton's interpreter is
-changed for as long as a launch is audited.
+This needs a process that interprets kernels and does nothing else meanwhile: Triton's interpreter is patched while a
+launch is audited.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ class AuditResult:
 
 
 def audit(operator_names: Sequence[str]) -> list[AuditResult]:
-    """Audit the launches of operators, one process a part, as many at a time as there are cores.
+    """Audit the launches of operators, one process per part, as many at a time as there are cores.
 
     A UsageError names unknown ones.
     """
     audits: dict[str, tuple[str, ...]] = {name: workbench.find(name, "audit").load("audit") for name in operator_names}
-    # What operators share is audited once.
+    # Parts that operators share are audited once.
     parts = list(dict.fromkeys(part for found in audits.values() for part in found))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = dict(zip(parts, pool.map(_audit_part, parts), strict=True))
@@ -90,7 +90,7 @@ def _audit_part(part: str) -> list[dict[str, Any]]:
 
 
 def print_audit(results: Sequence[AuditResult], console: Console) -> bool:
-    """A line for each kernel and size, with what is wrong below; returns whether all passed."""
+    """One line for each kernel and size, errors below it; returns whether all passed."""
     for result in results:
         mark = "[green]✓[/]" if result.passed else "[red]✗[/]"
         console.print(
@@ -113,8 +113,7 @@ def print_audit(results: Sequence[AuditResult], console: Console) -> bool:
 TOKENS = 10_000_019
 CHANNELS = 128
 HEADS, KEY_HEADS = 256, 16
-# Elements from token to token where a tensor is a slice of something wide, such as all layers' projections side by
-# side.
+# Token stride, in elements, where a tensor is a slice of something wide, such as all layers' projections side by side.
 FAR = 1 << 20
 # Lengths of packed sequences.
 LENGTHS = (3_000_017, 0, TOKENS - 3_000_017)
@@ -129,9 +128,7 @@ class Case:
     call: Callable[[], object]
 
     def launches(self) -> list[Launch]:
-        """What it launches, of each kernel, with each set of constants and optional arguments, the first
-        and the last.
-        """
+        """Its launches: of each kernel, with each set of constants and optional arguments, the first and the last."""
         with capture(self.architecture) as found:
             self.call()
         ends: dict[Any, list[Launch]] = {}
@@ -153,7 +150,7 @@ def _missing(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def rows(heads: int, *, packed: bool = False, batch: int = 2, tokens: int = TOKENS, stride: int = 0) -> torch.Tensor:
-    """[B, T, H, D], or packed [N, H, D], in bf16; with a stride, tokens lie so many elements apart."""
+    """[B, T, H, D], or packed [N, H, D], in bf16; `stride`, if given, is the elements from token to token."""
     sizes: tuple[int, ...] = (tokens, heads, CHANNELS)
     strides: tuple[int, ...] = (stride or heads * CHANNELS, CHANNELS, 1)
     if not packed:
@@ -187,24 +184,24 @@ def in_words(packed: bool, far: bool = False, batch: int = 2, heads: int = HEADS
 
 
 def layouts() -> Iterator[tuple[str, int, bool, int]]:
-    """In words, the architecture, packed or not, and the stride of tokens: dense tensors with descriptors where there
-    are any, the others without.
+    """In words, the architecture, packed or not, and the token stride: dense tensors with descriptors where there are
+    any, the others without.
     """
     for architecture, packed, far in ((90, False, False), (80, False, True), (90, True, True)):
         yield in_words(packed, far), architecture, packed, FAR if far else 0
 
 
-# A loop of more steps runs its first, its middle and its last: numbers that follow from the loop's own are largest at
-# its ends.
+# A longer loop runs its first, middle and last step only: numbers that follow from the loop's own are largest at its
+# ends.
 MOST_STEPS = 3
 MOST_PROGRAMS = 2**31 - 1
-# What a tensor descriptor can describe: cuTensorMapEncodeTiled takes strides in bytes below this.
+# The limit of a tensor descriptor: cuTensorMapEncodeTiled takes strides in bytes below this.
 MOST_DESCRIPTOR_STRIDE = 2**40
 OPERATIONS: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def limits(launch: Launch) -> list[str]:
-    """What a launch asks for and no GPU gives."""
+    """What a launch asks for and no GPU offers."""
     wrong = (
         [f"a grid of {launch.grid:,} programs: no GPU launches more than {MOST_PROGRAMS:,}"]
         if launch.grid > MOST_PROGRAMS
@@ -228,14 +225,12 @@ def can_interpret(launch: Launch) -> bool:
 
 
 def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
-    """What goes wrong in the first, the last and some programs between, each once, with the line of the kernel where it
-    does.
-    """
+    """Errors of the first, the last and some programs in between, each once, with the kernel line."""
     found: dict[str, None] = {}
 
     def report(message: str) -> None:
         where = _kernel_line(sys._getframe())
-        # One line goes wrong in many programs: the first is enough.
+        # One line fails in many programs: the first is enough.
         if not any(known.startswith(f"{where}: ") for known in found):
             found[f"{where}: {message}"] = None
 
@@ -249,13 +244,13 @@ def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
         try:
             executor(**arguments)
         except interpreter.InterpreterError as error:
-            # What was wrong before may have led there.
+            # An earlier error may have caused it.
             found[f"the kernel cannot be interpreted to its end: {error}"] = None
     return list(found)
 
 
 class _Executor(interpreter.GridExecutor):  # type: ignore[misc]
-    """Arguments are passed on as they are: addresses are not copied."""
+    """Arguments are passed through: addresses are not copied."""
 
     def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
         return args_dev, kwargs
@@ -276,7 +271,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _programs(programs: list[int], grid: int) -> Iterator[None]:
-    """The executor goes over a small grid; program i of it is `programs[i]` of `grid`."""
+    """The executor walks a small grid; program i of it is `programs[i]` of `grid`."""
     builder = interpreter.interpreter_builder
     set_index, set_size = builder.set_grid_idx, builder.set_grid_dim
     with (
@@ -288,8 +283,8 @@ def _programs(programs: list[int], grid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checked_numbers(report: Callable[[str], None]) -> Iterator[None]:
-    """Sums, differences and products that do not fit their type, but for those that say `sanitize_overflow=False`; and
-    casts that cut a number.
+    """Sums, differences and products that overflow their type, except those with `sanitize_overflow=False`; and casts
+    that truncate a number.
     """
     original = TritonSemantic.cast
 
@@ -316,8 +311,8 @@ def _checked_numbers(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _steps(*bounds: Any) -> Iterator[Any]:
-    """As a kernel's `range`: a tensor each step, so that arithmetic with it is a kernel's too; of a long loop the ends
-    and the middle.
+    """A kernel's `range`: each step is a tensor, so that arithmetic with it is checked too; of a long loop the ends and
+    the middle.
     """
     steps = range(*bounds)
     count = len(steps)
@@ -339,9 +334,7 @@ def _sampled_loops() -> Iterator[None]:
 
 
 def _is_device_code(scope: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a module that kernels are written in: it knows the language as `tl`, as all of
-    ours do.
-    """
+    """Whether these are the globals of a module with kernels: it imports the language as `tl`, as all of ours do."""
     return scope.get("tl") is triton.language and not str(scope.get("__name__")).startswith("triton.")
 
 

@@ -1,8 +1,8 @@
-"""Memory that does not exist, for kernels interpreted at sizes that no machine holds: every access is checked and
-nothing is allocated.
+"""Virtual memory for kernels interpreted at sizes that fit no machine: every access is checked and nothing is
+allocated.
 
-Each tensor has addresses of its own, far from all others. Floats read as 0; integers as the tensor's values where it
-has any, else as the launch's tables say (`audit_tables`).
+Each tensor has its own address range, far from all others. Floats read as 0; integers as the tensor's values if it has
+any, else as the launch's tables say (`audit_tables`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Elements of one table by their number.
 Table = Callable[[Any], Any]
-# Addresses of one tensor: more than any 47-bit address space has, so that a wrong offset does not reach the next one.
+# Address range of one tensor: larger than any 47-bit address space, so that a wrong offset does not reach the next one.
 REGION = 1 << 48
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a kernel is given in place of a tensor."""
+    """What a kernel gets in place of a tensor."""
 
     dtype: torch.dtype
     address: int
@@ -33,7 +33,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Region:
-    """One tensor: the argument's name, bytes an element, elements from the first to the last, and what they hold."""
+    """One tensor: the argument's name, bytes per element, elements from the first to the last, and their values."""
 
     name: str
     element_size: int
@@ -42,7 +42,7 @@ class Region:
 
 
 class VirtualMemory:
-    """Stands in for the interpreter's own memory operations, and passes everything else on to them."""
+    """Replaces the interpreter's memory operations, and passes everything else on."""
 
     def __init__(self, interpreter: Any, report: Callable[[str], None]) -> None:
         self._interpreter, self._report = interpreter, report
@@ -81,7 +81,7 @@ class VirtualMemory:
         return Address(value.dtype, len(self._regions) * REGION)
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """As the interpreter's: `other` where the mask is false."""
+        """Like the interpreter's: `other` where the mask is false."""
         region, elements = self._locate(pointers, mask, "reads")
         result = np.array(np.broadcast_to(other, pointers.shape), dtype)
         if region is None or region.values is None:
@@ -91,12 +91,12 @@ class VirtualMemory:
         return result
 
     def store(self, pointers: Any, _values: Any, mask: Any) -> None:
-        """As the interpreter's, but nothing is kept."""
+        """Like the interpreter's, but nothing is stored."""
         self._locate(pointers, mask, "writes")
 
     def _locate(self, pointers: Any, mask: Any, verb: str) -> tuple[Region | None, Any]:
-        """The tensor that the pointers which the mask keeps lead to, and the numbers of their elements; says where they
-        lie outside.
+        """The tensor that the unmasked pointers lead to, and their element numbers; reports where they are out of
+        bounds.
         """
         kept = pointers[mask].astype(np.int64)
         if not kept.size:
@@ -117,8 +117,8 @@ Arguments = Mapping[str, Any]
 
 
 def tables(arguments: Arguments) -> dict[str, Table]:
-    """Tables by the name of the argument, or of a record's field; each is made when it is read, for a kernel that only
-    writes one has not all that it follows from.
+    """Tables by the name of the argument, or of a record's field; each is made when it is read, since a kernel that
+    only writes one lacks some of what it follows from.
     """
     for value in tuple(arguments.values()):
         if hasattr(value, "_asdict"):

@@ -1,8 +1,8 @@
-"""Audits one part of an operator in a process of its own, and prints the results as JSON:
-`python -m tilewise.inspect.audit_worker MODULE:FUNCTION`.
+"""Audits one part of an operator in a separate process, and prints the results as JSON: `python -m
+tilewise.inspect.audit_worker MODULE:FUNCTION`.
 
-The process interprets kernels (TRITON_INTERPRET=1), while launches are those of a GPU. What is changed in the operators
-here is changed for the whole process, which does nothing else and ends.
+The process interprets kernels (TRITON_INTERPRET=1), but launches are those of a GPU. The operators are patched for the
+whole process, which does nothing else and ends.
 """
 
 import json
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from tilewise.ops._host import backend
 
-# Launchers take larger tiles where kernels are interpreted; they look when they are imported, which is below.
+# Launchers use larger tiles where kernels are interpreted; they check on import, which is below.
 backend._INTERPRETING = False
 
 
 def audit_part(part: str) -> Iterator[dict[str, object]]:
-    """One entry a launch: kernel, sizes in words, programs and what is wrong."""
+    """One entry per launch: kernel, sizes in words, programs and errors."""
     from tilewise.inspect.audit import can_interpret, faults, limits
     from tilewise.inspect.audit_memory import tables
     from tilewise.workbench.operator import load
@@ -29,9 +29,9 @@ def audit_part(part: str) -> Iterator[dict[str, object]]:
 
 
 def _launch_end_chunks() -> None:
-    """Tokens that come in chunks by the thousand are launched for the first and the last chunk alone.
+    """If there are thousands of chunks of tokens, only the first and the last chunk are launched.
 
-    Only those are kept anyway, and building the others takes a minute and gigabytes a case.
+    Only those are kept anyway, and building the others takes a minute and gigabytes per case.
     """
     from tilewise.ops.nsa.selected import index
     from tilewise.ops.nsa.selected.index import Named

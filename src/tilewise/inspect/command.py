@@ -33,7 +33,7 @@ class Request:
     json: Path | None = None
     check: bool = False
     update: bool = False
-    # The words themselves, for the report.
+    # The command line as typed, for the report.
     command: str = ""
 
 
@@ -121,7 +121,7 @@ def _architectures(text: str | None) -> list[int]:
 
 
 def _rows(request: Request, operator: str, console: Console) -> list[Row]:
-    """What the command's own words name: a file, or an operator and what of it."""
+    """What the command's arguments name: a file, or an operator and what of it."""
     if _is_file(operator):
         return _kept(request, read_rows(Path(operator)))
     name = workbench.find(operator, "launches").name
@@ -146,7 +146,7 @@ def _others(request: Request, word: str, console: Console) -> list[Row]:
 
 
 def _kept(request: Request, rows: Sequence[Row]) -> list[Row]:
-    """Of what was saved, what the command's words leave."""
+    """The saved rows that the command's arguments select."""
     architectures = _architectures(request.architectures)
     return [row for row in rows if row.architecture in architectures and request.direction in (None, row.direction)]
 

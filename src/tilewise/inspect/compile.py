@@ -1,8 +1,7 @@
-"""Compiles launches for any GPU on a machine that has none, through Triton's ordinary path, and reads off what they
-use.
+"""Compiles launches for any GPU on a machine without one, through Triton's ordinary path, and reads off the resources
+they use.
 
-A kernel's SASS, as the disassembler inside the triton package writes it, and how many instructions of each kind it
-has.
+A kernel's SASS, from the disassembler in the triton package, and its instruction counts by kind.
 """
 
 import contextlib
@@ -38,19 +37,19 @@ KINDS = {
     "local": r"LDL|STL",
 }
 _PATTERNS = {kind: re.compile(rf"(?:{opcodes})(?:\.|$)") for kind, opcodes in KINDS.items()}
-# `/*0080*/   @!P0 LDG.E.128 R4, ...` with nvdisasm; a predicate may stand first.
+# `/*0080*/   @!P0 LDG.E.128 R4, ...` with nvdisasm; a predicate may come first.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
 
 _LABEL = re.compile(r"^(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
-# What a block of instructions ends with; unless under a predicate, which may stand before it or be its first operand.
+# What ends a basic block; unless under a predicate, which may come before it or be its first operand.
 _BRANCH, _END = re.compile(r"BRA(?:\.|$)"), re.compile(r"(?:EXIT|RET|BRX|JMX|KILL)(?:\.|$)")
 _CONDITIONAL = re.compile(r"@!?U?P\w|\bBRA\S*\s+!?U?P\d")
 
 
 def disassemble(cubin: bytes) -> str:
-    """The SASS; a RuntimeError with what the disassembler said where it knows no such architecture."""
+    """The SASS; a RuntimeError with the disassembler's message if it does not know the architecture."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -61,9 +60,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def instruction_mix(sass: str) -> Mapping[str, int]:
-    """How many instructions of each of KINDS there are, and of all, as they stand in the code, not as often as they
-    run.
-    """
+    """Static counts of instructions, by KINDS and in total: as they are in the code, not as often as they run."""
     opcodes = _INSTRUCTION.findall(sass)
     return {kind: sum(bool(pattern.match(opcode)) for opcode in opcodes) for kind, pattern in _PATTERNS.items()} | {
         "all": len(opcodes)
@@ -71,7 +68,7 @@ def instruction_mix(sass: str) -> Mapping[str, int]:
 
 
 class _Block:
-    """Instructions that run one after the other; where they may go on, and how many of them reach local memory."""
+    """A basic block: its possible successors, and how many of its instructions access local memory."""
 
     def __init__(self) -> None:
         self.next: list[str | int] = []
@@ -79,7 +76,7 @@ class _Block:
 
 
 def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
-    """The blocks of a kernel in order, and those that labels name."""
+    """The basic blocks of a kernel in order, and those that labels name."""
     blocks, labels, open_ = [_Block()], {}, True
     for line in sass.splitlines():
         label, instruction = _LABEL.match(line), _INSTRUCTION.match(line)
@@ -103,10 +100,10 @@ def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
 
 
 def spills_in_loops(sass: str) -> int:
-    """How many loads and stores of local memory, which is where registers are spilt to, lie in a loop.
+    """How many loads and stores of local memory, which is where registers spill to, are in a loop.
 
-    By the flow of control, not by the order of addresses: the assembler puts waits and other rare code behind the end,
-    from where a branch leads back that is no loop.
+    By control flow, not by address order: the assembler puts waits and other cold code after the end, and a branch back
+    from there is not a loop.
     """
     blocks, labels = _blocks(sass)
     after = [
@@ -131,8 +128,8 @@ def spills_in_loops(sass: str) -> int:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as Triton compiled it for one architecture; `log` is what ptxas said, empty where Triton had the
-    kernel in its cache.
+    """One kernel as Triton compiled it for one architecture; `log` is ptxas's output, empty if the kernel was in
+    Triton's cache.
     """
 
     kernel: Any
@@ -146,7 +143,7 @@ class Compiled:
 
     @property
     def cubin(self) -> bytes:
-        """The kernel as a GPU runs it."""
+        """The machine code."""
         return bytes(self.kernel.asm["cubin"])
 
     def _multiplies(self) -> bool:
@@ -158,7 +155,7 @@ class Compiled:
         return "tt.dot" in asm["ttir"] if "ttir" in asm else "warp_group_dot " in asm["ttgir"]
 
     def facts(self) -> Facts:
-        """What it uses."""
+        """The resources it uses."""
         name, ptx = self.kernel.metadata.name, self.ptx
         spilled = re.search(
             rf"Function properties for {re.escape(name)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads",
@@ -191,7 +188,7 @@ class Compiled:
 
 
 def ptxas_version(architecture: int) -> str:
-    """Of the assembler that Triton takes for an architecture."""
+    """Of the assembler that Triton uses for an architecture."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     said = get_ptxas_version(architecture)
@@ -200,7 +197,7 @@ def ptxas_version(architecture: int) -> str:
 
 
 class _NoDriver:
-    """Stands in for a CUDA driver: tells Triton which GPU to compile for, and nothing else."""
+    """Stands in for a CUDA driver: tells Triton which GPU to compile for, nothing else."""
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, WARP)
@@ -220,7 +217,7 @@ class _NoDriver:
 
 @contextlib.contextmanager
 def without_driver(architecture: int) -> Iterator[None]:
-    """Inside, Triton takes the GPU to be of this architecture."""
+    """Inside, Triton sees a GPU of this architecture."""
     active = triton.runtime.driver._active
     triton.runtime.driver.set_active(_NoDriver(architecture))
     try:
@@ -233,7 +230,7 @@ def compile_launch(launch: Launch, architecture: int, always: bool = False) -> C
     """Compile a launch (its tensors may be on the `meta` device) for an architecture, 90 for an H100. Needs a process
     that does not interpret.
 
-    `always` compiles what Triton has in its cache too, for what ptxas says is not kept there.
+    `always` compiles even what is in Triton's cache, since ptxas's output is not kept there.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("this process interprets kernels (TRITON_INTERPRET=1): compile in one where that is unset")
@@ -264,8 +261,8 @@ FORMAT = 2
 
 
 class Inspected(NamedTuple):
-    """What a kernel uses; its SASS, "" where nobody asked; and why there is neither SASS nor an instruction mix, ""
-    where there is.
+    """What a kernel uses; its SASS, "" if not requested; and why there is neither SASS nor an instruction mix, "" if
+    there is.
     """
 
     facts: Facts
@@ -274,12 +271,12 @@ class Inspected(NamedTuple):
 
 
 def inspect_launch(launch: Launch, architecture: int, mix: bool, sass: bool) -> Inspected:
-    """What a launch's kernel uses, with its instruction mix or its SASS where they are asked for."""
+    """What a launch's kernel uses, with its instruction mix or its SASS if requested."""
     compiled = compile_launch(launch, architecture)
     path = _path(compiled)
     facts = _read(path)
     if facts is None:
-        # What ptxas says is in no cache of Triton's.
+        # ptxas's output is not in Triton's cache.
         compiled = compiled if compiled.log else compile_launch(launch, architecture, always=True)
         facts = compiled.facts()
         _write(path, facts)
@@ -321,7 +318,7 @@ def _read(path: Path) -> Facts | None:
 
 
 def _write(path: Path, facts: Facts) -> None:
-    # Where nothing can be written it is only slower.
+    # If nothing can be written, it is only slower.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")

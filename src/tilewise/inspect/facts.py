@@ -1,5 +1,5 @@
-"""What one compiled kernel uses, and the GPUs it may run on: what each offers, and how many blocks of the kernel it
-holds at a time.
+"""What one compiled kernel uses, and the GPUs it may run on: what each offers, and how many CTAs of the kernel fit on
+an SM.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Facts:
-    """One kernel on one architecture: registers a thread, bytes spilt by a thread, bytes of shared memory, columns of
-    tensor memory, warps of a block; whether it multiplies matrices, and by what. `ptxas` is the assembler's version;
-    `mix` counts the instructions of its SASS, None where nobody asked; `spills_in_loops` those of its spills that lie
-    in a loop, None where it spills nothing, or its SASS cannot be read.
+    """One kernel on one architecture: registers per thread, bytes spilled per thread, bytes of shared memory, columns
+    of tensor memory, warps per CTA; whether it multiplies matrices, and by what. `ptxas` is the assembler's version;
+    `mix` counts the instructions of its SASS, None if not requested; `spills_in_loops` counts its spills inside loops,
+    None if it spills nothing or its SASS cannot be read.
     """
 
     kernel: str
@@ -35,9 +35,7 @@ class Facts:
 
 
 class Card(NamedTuple):
-    """What GPUs of one compute capability offer: shared memory of a block and of a processor in bytes, warps and blocks
-    of a processor.
-    """
+    """What GPUs of one compute capability offer: shared memory per CTA and per SM in bytes, warps and CTAs per SM."""
 
     examples: str
     shared_memory: int
@@ -55,9 +53,9 @@ CARDS = {
     100: Card("B100, B200", 227 << 10, 228 << 10, 64, 32),
     120: Card("RTX 50", 99 << 10, 100 << 10, 48, 24),
 }
-# Of every one of them: registers of a processor, which are handed out to warps by the unit, to its four quarters alike;
-# the bytes that shared memory comes in, and that each block takes beside its own; columns of tensor memory of a
-# processor, where it has any.
+# For all of them: registers per SM, their allocation unit per warp, split evenly over the SM's four partitions; the
+# allocation unit of shared memory in bytes, and what each CTA takes besides its own; columns of tensor memory per SM,
+# if it has any.
 REGISTERS, REGISTER_UNIT, QUARTERS = 65536, 256, 4
 SHARED_UNIT, SHARED_OF_BLOCK = 128, 1024
 TENSOR_COLUMNS = 512
@@ -65,7 +63,7 @@ WARP = 32
 
 
 class Occupancy(NamedTuple):
-    """Blocks and warps that a processor holds at a time, and what there is not enough of for one block more."""
+    """CTAs and warps that fit on an SM, and which resource limits one more CTA."""
 
     blocks: int
     warps: int
@@ -77,7 +75,7 @@ def _whole(number: int, unit: int) -> int:
 
 
 def occupancy(facts: Facts) -> Occupancy:
-    """How much of a processor the kernel can fill."""
+    """The occupancy of an SM by the kernel."""
     card = CARDS[facts.architecture]
     warps_of_quarter = REGISTERS // QUARTERS // _whole(facts.registers * WARP, REGISTER_UNIT)
     limits = {
@@ -95,5 +93,5 @@ def occupancy(facts: Facts) -> Occupancy:
 
 
 def fits(facts: Facts) -> bool:
-    """Whether a block may have so much shared memory."""
+    """Whether a CTA may have this much shared memory."""
     return facts.shared_memory <= CARDS[facts.architecture].shared_memory

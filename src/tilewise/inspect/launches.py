@@ -1,4 +1,4 @@
-"""What an operator launches, collected without a GPU: each launch once, with a name for the problem it belongs to."""
+"""What an operator launches, collected without a GPU: each launch once, with the name of its problem."""
 
 import contextlib
 import copy
@@ -43,7 +43,7 @@ def captured(architecture: int, label: str, direction: Direction, run: Callable[
 
 
 def label_once(label: str, direction: Direction, launches: Iterable[Launch]) -> list[Labelled]:
-    """Launches that the compiler can tell apart, each once; of one kernel the second is called `kernel (2)`."""
+    """Launches that the compiler can tell apart, each once; the second of one kernel is called `kernel (2)`."""
     found: list[Labelled] = []
     seen: dict[str, int] = {}
     unique: dict[Any, Launch] = {}
@@ -57,7 +57,7 @@ def label_once(label: str, direction: Direction, launches: Iterable[Launch]) -> 
 
 
 def _specialised(launch: Launch) -> tuple[Any, ...]:
-    # Options of a launch, such as its warps, are no parameters: their values count, as those of constants do.
+    # Launch options, such as warps, are no parameters: their values count, like those of constants.
     traits = {parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr}
     return launch.kernel.__name__, *(
         (name, _trait(value) if name in traits else repr(value)) for name, value in sorted(launch.arguments.items())
@@ -65,7 +65,7 @@ def _specialised(launch: Launch) -> tuple[Any, ...]:
 
 
 def _trait(value: Any) -> Any:
-    """What of an argument that is no constant Triton compiles a kernel for."""
+    """What Triton specialises on for a non-constant argument."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if hasattr(value, "block_shape"):
@@ -80,12 +80,12 @@ def _trait(value: Any) -> Any:
 
 @contextlib.contextmanager
 def recorded(architecture: int) -> Iterator[list[Launch]]:
-    """Inside, no kernel runs: what would is collected, as for an architecture."""
+    """Inside, no kernel runs: launches are collected, as for an architecture."""
     launches: list[Launch] = []
 
     def run(kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **named: Any) -> None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        # The next configuration of an autotuner may set another shape of a descriptor's tiles.
+        # The autotuner's next configuration may set another tile shape of a descriptor.
         launches.append(
             Launch(
                 kernel, 1, {name: copy.copy(x) if isinstance(x, TensorDescriptor) else x for name, x in values.items()}
@@ -97,7 +97,7 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
         for config in tuner.prune_configs(named):
             chosen = named | config.all_kwargs()
             if config.pre_hook:
-                # It may set the shape of a descriptor's tiles.
+                # It may set a descriptor's tile shape.
                 config.pre_hook(tuner.nargs | chosen)
             tuner.fn.run(*arguments, **chosen)
 
@@ -123,7 +123,7 @@ def implementation_launches(
     function = load_function(workbench.find(operator), Implementation(implementation, "cpu", external=True))
     check_signature(function, implementation, [case])
     failures: list[str] = []
-    # The values of offsets and the like are there on the CPU alone; numbers that no kernel made would only mislead.
+    # Values of offsets and the like exist on the CPU only; numbers that no kernel computed would only mislead.
     for device in ("meta", "cpu"):
         try:
             found = case_launches(function, case, architecture, dtype, torch.device(device))

@@ -1,4 +1,4 @@
-"""Compiles over all cores, in processes of one architecture each: Triton settles on one assembler in a process."""
+"""Compiles on all cores, in processes of one architecture each: Triton settles on one assembler per process."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tilewise.workbench.operator import UsageError
 
 
 class _Architecture:
-    """The kernels of one architecture: known once a process has said which there are, then given out one by one."""
+    """The kernels of one architecture: known once a worker has listed them, then handed out one by one."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -27,16 +27,16 @@ class _Architecture:
 
     @property
     def open(self) -> bool:
-        """Whether there is, or may be, a kernel that no process has taken."""
+        """Whether there is, or may be, a kernel that no worker has taken."""
         return self.found is None or self.next < len(self.found)
 
 
 class _Worker:
-    """One process that compiles."""
+    """One worker process that compiles."""
 
     def __init__(self, wanted: Wanted, architecture: int) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        # What this process can import the other can, from wherever either is started.
+        # The worker can import what this process can, from wherever either is started.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(place).resolve()) for place in sys.path)
         # It lives as long as the process.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -62,12 +62,12 @@ class _Worker:
         return json.loads(answer) if answer else None
 
     def row(self, index: int) -> Row | None:
-        """One kernel; None where the process died of it."""
+        """One kernel; None if the worker died compiling it."""
         answer = self._ask(str(index))
         return None if answer is None else Row.from_json(answer)
 
     def last_words(self) -> str:
-        """Of a process that died."""
+        """Of a worker that died."""
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
         return (
@@ -82,7 +82,7 @@ class _Worker:
 
 
 class Pool:
-    """All that is wanted, on several architectures; `advanced` is called with how many kernels are done and how many
+    """All requested kernels, on several architectures; `advanced` is called with how many kernels are done and how many
     there are so far.
     """
 
@@ -96,7 +96,7 @@ class Pool:
         self._failure: Exception | None = None
 
     def run(self) -> list[Row]:
-        """Every kernel, in order. A UsageError is one that a process raised."""
+        """Every kernel, in order. A UsageError is one that a worker raised."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(len(os.sched_getaffinity(0)))]
         for thread in threads:
             thread.start()
@@ -123,7 +123,7 @@ class Pool:
                     architecture.workers -= 1
 
     def _serve(self, architecture: _Architecture) -> None:
-        """Compile for one architecture until nothing is left of it, or the process dies."""
+        """Compile for one architecture until nothing is left, or the worker dies."""
         worker = _Worker(self._wanted, architecture.number)
         try:
             if worker.first is None:

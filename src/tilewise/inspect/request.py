@@ -1,4 +1,4 @@
-"""What is to be compiled, as the command hands it to the processes that compile; and what comes of it."""
+"""What is to be compiled, as the command passes it to the worker processes; and the results."""
 
 import dataclasses
 import json
@@ -16,9 +16,8 @@ class Wanted:
     """Operators; one implementation in place of ours, called for `case`; one configuration by number, else the
     defaults, and `every` one else.
 
-    `wide` are architectures on which problems of 64 channels are left out; `only` names the problems that there are on
-    others. `direction` is both where it is empty. `mix`
-    wants the instruction mix, `sass` the SASS itself.
+    `wide` are architectures on which problems of 64 channels are left out; `only` names the problems that run on
+    others. An empty `direction` means both. `mix` requests the instruction mix, `sass` the SASS itself.
     """
 
     operators: tuple[str, ...]

@@ -28,12 +28,12 @@ SHORT = {"shared memory": "shared", "tensor memory": "tensor"}
 
 
 def kilobytes(count: int) -> str:
-    """1,024 bytes each."""
+    """In units of 1,024 bytes."""
     return f"{count / 1024:.1f}"
 
 
 def units(facts: Facts) -> str:
-    """What multiplies, and whether tiles come through tensor descriptors."""
+    """Which instructions multiply, and whether tiles are loaded through tensor descriptors."""
     found = {
         "wgmma serialised": facts.wgmma_serialised,
         "wgmma": facts.wgmma,
@@ -52,7 +52,7 @@ def card_line(architecture: int) -> str:
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """A table an architecture on a terminal, else a line a kernel."""
+    """One table per architecture on a terminal, else one line per kernel."""
     if not console.is_terminal:
         for row in rows:
             console.print(line(row), markup=False, highlight=False)
@@ -125,8 +125,7 @@ def _cells(row: Row) -> Iterator[Text | str]:
     yield f"{filled.blocks}x{facts.warps}/{CARDS[row.architecture].warps} {SHORT.get(filled.limit, filled.limit)}"
 
 
-# By what a kernel is found on the other side, the surest first; the last pairs kernels of different names in their
-# order.
+# Keys that find a kernel on the other side, the surest first; the last pairs kernels of different names by their order.
 _KEYS: tuple[Callable[[Row], Hashable], ...] = (
     lambda row: (row.architecture, row.operator, row.label, row.direction, row.kernel),
     # A configuration's number changes with the table.
@@ -151,13 +150,13 @@ def diff_lines(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
 
 
 def _pairs(old: Sequence[Row], new: Sequence[Row]) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
-    """What belongs together, and what is left over on either side."""
+    """The pairs, and what is left over on either side."""
     pairs: list[tuple[Row, Row]] = []
     lost, gained = list(old), list(new)
     for key in _KEYS:
         for row in tuple(lost):
             alike = [other for other in gained if key(other) == key(row)]
-            # Kernels of other names are the same kernels only where there are as many.
+            # Kernels of different names are the same kernels only if there are equally many.
             if alike and (key is not _KEYS[-1] or len(alike) == sum(key(other) == key(row) for other in lost)):
                 pairs.append((row, alike[0]))
                 lost.remove(row)
@@ -174,7 +173,7 @@ def _changes(before: Row, after: Row) -> Iterator[str]:
     values, others = _values(before.facts), _values(after.facts)
     for name in dict.fromkeys((*values, *others)):
         was, now = values.get(name), others.get(name)
-        # A mix that one side was not asked for is no change.
+        # A mix that was not requested on one side is no change.
         if was is not None and now is not None and was != now:
             yield f"{name} {was} -> {now}"
 

@@ -1,7 +1,7 @@
 """A process that compiles for one architecture: `python -m tilewise.inspect.worker`, where kernels are not interpreted.
 
-It reads what is wanted, a line of JSON, and answers with the kernels there are; then it reads numbers and answers with
-that kernel's row.
+It reads the request, a line of JSON, and answers with the list of kernels; then it reads numbers and answers with that
+kernel's row.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from tilewise.ops.flash.configs import family
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import Launches, UsageError
 
-# Lines of a compiler's error that are worth showing.
+# Lines of a compiler error that are worth showing.
 MOST_LINES = 3
 
 
 def wanted_launches(wanted: Wanted, architecture: int) -> list[tuple[str, Labelled]]:
-    """Every launch that is wanted, with its operator, each label once: one operator may be part of another."""
+    """Every requested launch, with its operator, each label once: one operator may be part of another."""
     found: dict[tuple[str, str, str], tuple[str, Labelled]] = {}
     only = dict(wanted.only).get(architecture)
     for operator in wanted.operators:
@@ -69,7 +69,7 @@ def _of_operator(wanted: Wanted, name: str, architecture: int) -> list[Labelled]
 
 
 def row(operator: str, one: Labelled, architecture: int, wanted: Wanted) -> Row:
-    """What becomes of one launch."""
+    """The result of one launch."""
     place = architecture, operator, one.label, one.direction, one.name
     try:
         inspected = inspect_launch(one.launch, architecture, wanted.mix, wanted.sass)
@@ -80,7 +80,7 @@ def row(operator: str, one: Labelled, architecture: int, wanted: Wanted) -> Row:
 
 
 def main() -> None:
-    """Answer on what was standard output; what anybody prints goes to standard error."""
+    """Answer on the original standard output; what anything else prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

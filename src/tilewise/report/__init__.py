@@ -3,7 +3,7 @@
 A page is one file without scripts that fetches nothing, so that it reads the same wherever it is opened. Each tool has
 a module here that prepares what its page shows, and a template that extends base.html.j2.
 
-The page of a benchmark: summary, plot, a table a case, and what it was made with.
+The page of a benchmark: summary, plot, one table per case, and what it was made with.
 """
 
 import base64
@@ -18,8 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tilewise.bench.result import Report, Row, as_ratio, ratios_of
 from tilewise.bench.text import case_lines, draw, summary_lines
 
-# The steps of the colour scale of errors, as multiples of the limit: two a decade, the same in every map, so that maps
-# can be compared.
+# The steps of the colour scale of errors, as multiples of the limit: two per decade, the same in every map, so that
+# maps can be compared.
 STEPS = (1, 3, 10, 30, 100, 300, 1000)
 # Neutral within the limit, then inferno, which keeps its order in colour blindness and in grey: the further beyond the
 # limit, the further from the page's own brightness.
@@ -38,13 +38,13 @@ def render(tool: str, headline: str, good: bool | None, **fields: object) -> str
 
 
 def steps_legend(within: str) -> list[tuple[str, str]]:
-    """By class, what each colour of the scale means; `within` is said of what keeps the limit."""
+    """By class, what each colour of the scale means; `within` describes what is within the limit."""
     texts = [within, *(f"{low} to {high}" for low, high in pairwise(STEPS)), f"over {STEPS[-1]}"]
     return [(f"s{step}", text) for step, text in enumerate(texts)]
 
 
 def to_mention(doctor: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Of what doctor found, that which is worth saying on a page."""
+    """Those of doctor's findings that are worth showing on a page."""
     return [finding for finding in doctor if finding["level"] != "ok"]
 
 
@@ -75,7 +75,7 @@ def value(x: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """In percent: 100 only where it is all."""
+    """In percent: 100 only if it is all."""
     percent = 100 * part / whole if whole else 0.0
     return f"{percent:.3g}%" if percent < 99.95 or part == whole else ">99.9%"
 

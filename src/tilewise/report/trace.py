@@ -1,4 +1,4 @@
-"""The page of a trace: every value of every step beside the simulation's, as pictures."""
+"""The page of a trace: every value of every step next to the simulation's, as pictures."""
 
 import math
 import struct
@@ -14,15 +14,16 @@ from tilewise.report import STEP_COLOURS, STEPS, render, steps_legend
 from tilewise.trace.explain import Row, first_divergence, judge
 from tilewise.trace.request import Request, Traced
 
-# A map has at most so many cells a side, and is about so many pixels long: whole pixels a cell, so that all cells look
-# alike.
+# A map has at most this many cells per side, and is about this many pixels long: whole pixels per cell, so that all
+# cells look alike.
 MOST_CELLS, SIDE = 64, 128
 # A vector is drawn as a column of this width.
 COLUMN = 20
 # Steps of the value scale on either side of zero.
 LEVELS = 16
 Colour = tuple[int, int, int]
-# Blue and orange are told apart in every common colour blindness; zero is near the page itself, in either scheme.
+# Blue and orange are distinct in every common colour blindness; zero is close to the page's background, in either
+# scheme.
 VALUE_STOPS = {
     "light": (("#0a3f80", "#6fa8dc", "#eef0f2"), ("#eef0f2", "#eb9a4f", "#853300")),
     "dark": (("#b5daff", "#3f7cbd", "#262b30"), ("#262b30", "#bd661d", "#ffd7a3")),
@@ -109,7 +110,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """One traced program; `first` is the anchor of the value that is the first to part."""
+    """One traced program; `first` is the anchor of the first mismatch."""
 
     title: str
     headline: str
@@ -140,7 +141,7 @@ def _program(number: int, traced: Traced, lines: Sequence[str], low_precision: f
 
 
 def _stages(rows: Sequence[Row], traced: Traced) -> list[tuple[str, list[Row]]]:
-    """As first_divergence goes through them, so that the first value marked is the first to be met."""
+    """In the order of first_divergence, so that the first value marked is the first mismatch."""
     by_name = {row.name: row for row in rows}
     blocks = [
         [by_name[f"{name}_{step}"] for name in traced.order if f"{name}_{step}" in by_name]
@@ -160,7 +161,7 @@ def _stages(rows: Sequence[Row], traced: Traced) -> list[tuple[str, list[Row]]]:
 def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Value:
     kernel, simulation = (np.asarray(values[row.name], np.float64) for values in (traced.kernel, traced.simulation))
     difference = _multiples(kernel, simulation, row.allowed)
-    # The simulation sets the scale of both: a kernel's huge value must not make all else look like zero.
+    # The simulation sets the scale of both: a kernel's huge value must not make everything else look like zero.
     limit = _largest(simulation) or _largest(kernel) or 1.0
     off = (
         f"difference {_short(row.difference)}, allowed {_short(row.allowed)}"
@@ -184,19 +185,17 @@ def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Va
 
 
 def _multiples(kernel: np.ndarray, simulation: np.ndarray, allowed: float) -> np.ndarray:
-    """Each element's difference over what is allowed, as `judge` has it; infinite where one of the two is
-    not finite.
-    """
+    """Each element's difference over the tolerance, as in `judge`; infinite where one of the two is not finite."""
     with np.errstate(invalid="ignore", divide="ignore"):
         difference = np.where(kernel == simulation, 0.0, np.abs(kernel - simulation))
-        # Where nothing is allowed, all that differs is as far off as the scale goes.
+        # Where the tolerance is 0, every difference is at the end of the scale.
         multiple = difference / allowed if allowed else np.where(difference > 0, 2.0 * STEPS[-1], 0.0)
     return np.where(np.isfinite(difference), multiple, np.inf)
 
 
 def _reduced(x: np.ndarray) -> np.ndarray:
-    """Two dimensions of at most MOST_CELLS: a cell holds the largest magnitude of its elements, NaN and infinity before
-    all.
+    """Two dimensions of at most MOST_CELLS: a cell holds the largest magnitude of its elements; NaN and infinity take
+    precedence.
     """
     x = x[:, None] if x.ndim == 1 else x
     tall, wide = (-(-size // MOST_CELLS) for size in x.shape)
@@ -273,7 +272,7 @@ def _png(levels: np.ndarray, colours: Sequence[str]) -> str:
     tall, wide = levels.shape
     header = struct.pack(">IIBBBBB", wide, tall, 8, 3, 0, 0, 0)
     palette = bytes(3) + b"".join(bytes.fromhex(colour[1:]) for colour in colours)
-    # Each line opens with its filter: none.
+    # Each line starts with its filter: none.
     lines = np.pad(levels, ((0, 0), (1, 0))).tobytes()
     body = (
         chunk(b"IHDR", header)
@@ -287,7 +286,7 @@ def _png(levels: np.ndarray, colours: Sequence[str]) -> str:
 
 @cache
 def _ramp(scheme: str) -> tuple[Colour, ...]:
-    """The colours of -LEVELS to LEVELS, straight between their stops."""
+    """The colours of -LEVELS to LEVELS, interpolated linearly between their stops."""
     below, above = ([tuple(bytes.fromhex(stop[1:])) for stop in stops] for stops in VALUE_STOPS[scheme])
     stops = np.array([*below, *above[1:]], np.float64)
     at = np.linspace(0, len(stops) - 1, 2 * LEVELS + 1)

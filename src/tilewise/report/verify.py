@@ -8,13 +8,13 @@ from tilewise.report import STEPS, render, steps_legend, to_mention
 from tilewise.verify.compare import ATOL, RTOL, Comparison, HeatMap
 from tilewise.verify.result import WARNING, Check, Implementation, Report, Result
 
-# Up to this many tiles, cells are wide enough to hold their number.
+# Up to this many tiles, cells are wide enough to show their number.
 WIDE_TILES = 16
-# In maps of narrow cells one label stands for this many tiles.
+# In maps of narrow cells one label covers this many tiles.
 LABEL_EVERY = 4
-# A page of more cells than this is slow to open; what is not drawn is said in words.
+# A page with more cells than this is slow to open; what is not drawn is described in words.
 MOST_CELLS = 100_000
-# So many failed checks are unfolded; the rest opens with a click.
+# This many failed checks are unfolded; the rest opens with a click.
 UNFOLDED = 10
 
 
@@ -104,7 +104,7 @@ class Group:
 
 
 def _sentences(report: Report) -> list[str]:
-    """The verdict in words, all that speaks against it included."""
+    """The verdict in words, with every reason against it."""
     if not report.results and not report.mutants:
         return ["Nothing was checked."]
     sentences = []
@@ -143,7 +143,7 @@ def _groups(shown: list[Shown]) -> list[Group]:
 
 
 def _measure(comparison: Comparison, heat: HeatMap) -> str:
-    """What a map is measured against, where that is not the limit of the tensor's table."""
+    """What a map is measured against, if that is not the limit of the tensor's table."""
     row, column = heat.worst
     if comparison.max_diff <= comparison.allowed and heat.cells[row][column] > 1:
         return " No element is beyond what is allowed of one: here the limit is that of the mean square."
@@ -192,7 +192,7 @@ def _multiple(x: float) -> str:
 
 
 def _short(x: float) -> str:
-    """At most four characters; hatching alone says that a cell is not finite."""
+    """At most four characters; hatching alone shows that a cell is not finite."""
     if not math.isfinite(x):
         return ""
     if x < 0.05:

@@ -1,6 +1,4 @@
-"""A kernel's named values, tile by tile, beside a simulation of the same tiling, and the first place
-where they part.
-"""
+"""A kernel's named values, tile by tile, compared with a simulation of the same tiling, and the first mismatch."""
 
 from tilewise.trace.block import block_flash_attention
 from tilewise.trace.record import Event, Recording, record

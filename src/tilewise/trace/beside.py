@@ -1,4 +1,6 @@
-"""A program's values beside its simulation, whichever operator's: what the traces of kernels in several parts share."""
+"""A program's values next to its simulation's, for any operator: shared by the traces of operators with several
+kernels.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,14 @@ from tilewise.trace.values import Lines, MissingNameError, Naming, Values, named
 # Inputs as they are, or in fp64.
 Cast = Callable[[torch.Tensor], torch.Tensor]
 Simulation = Callable[[Cast], Iterator[Named]]
-# A recorded value as the simulation has it, from its name without the step, its step and itself.
+# A recorded value in the simulation's form, from its name without the step, its step and itself.
 Fit = Callable[[str, int | None, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is traced: its name, which part of the operator it is, its variables, their order in a step, and
-    what a step is called.
+    """A traced kernel: its name, which part of the operator it is, its variables, their order in a step, and what a
+    step is called.
     """
 
     name: str
@@ -34,14 +36,14 @@ class Kernel:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """That in which the values of a step depend on each other: as they are named, the first assignment of a
+        """The order in which values of a step depend on each other: as they are named, the first assignment of a
         variable before the last.
         """
         return tuple(found for name in self.naming.step for found in (self.naming.first.get(name), name) if found)
 
 
 class Tap:
-    """A buffer for the taps of one launch on q and v, of the tiles' rows and the steps that a program can make."""
+    """A buffer for the taps of one launch on q and v, for the tiles' rows and the most steps of a program."""
 
     def __init__(
         self, q: torch.Tensor, v: torch.Tensor, block_m: int, block_n: int, program: int, slots: int, steps: int
@@ -61,7 +63,7 @@ def recorded(recording: Recording, kernel: Kernel) -> tuple[Values, Lines]:
     try:
         return named_values(recording.of_kernel(kernel.name), kernel.naming)
     except MissingNameError:
-        # The program made no step, which the number of steps tells.
+        # The program made no step: the step count shows that.
         return {}, {}
 
 
@@ -79,7 +81,7 @@ def beside(
     stored: Values,
     makers: Mapping[str, str],
 ) -> Traced:
-    """What was `found` of a program beside its simulation; `stored` are the results that lie in memory."""
+    """The values `found` in a program next to its simulation's; `stored` are the results in memory."""
     simulation, exact = arrays(run(lambda x: x)), arrays(run(lambda x: x.double()))
     values, lines = found
     kept = {
@@ -105,7 +107,7 @@ def beside(
 
 
 def cropped(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Without what pads a tile; a column of weights is a vector."""
+    """Without a tile's padding; a column of weights becomes a vector."""
     x = x[:, 0] if x.ndim == 2 and len(shape) == 1 else x
     return x[tuple(slice(0, size) for size in shape)]
 
@@ -116,14 +118,12 @@ def array(x: torch.Tensor) -> np.ndarray:
 
 
 def padded(x: torch.Tensor, rows: int) -> np.ndarray:
-    """With zeros behind, as a tile has them."""
+    """Padded with zeros, as a tile is."""
     return np.pad(array(x), ((0, rows - x.shape[0]), (0, 0)))
 
 
 def only_present(present: torch.Tensor) -> Fit:
-    """Of rows that are put together those that exist, and 0 for an entry that no token has: what lies there was never
-    written.
-    """
+    """Of merged rows those that exist, and 0 for an entry that no token has: its memory was never written."""
     there = present.cpu().numpy()
 
     def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:
@@ -142,7 +142,7 @@ def put_together(results: Sequence[Results], first: int, rows: int) -> tuple[tor
 
 
 def row_place(tokens: int, heads: int, number: int, most: int) -> tuple[int, int, str]:
-    """First row, number of rows and place of a program that puts together `most` rows: of all heads, token by token."""
+    """First row, number of rows and place of a program that merges `most` rows: of all heads, token by token."""
     first = number * most
     rows = min(most, tokens * heads - first)
     return first, rows, f"program {number}, tokens {first // heads} to {(first + rows - 1) // heads}, rows of all heads"

@@ -8,7 +8,7 @@ import torch
 from tilewise.ops.flash.simulate import Options, Tiling, forward
 from tilewise.trace.values import Values, as_text
 
-# Values with one row a key, not one a query.
+# Values with one row per key, not per query.
 BY_KEY = ("K", "V")
 
 

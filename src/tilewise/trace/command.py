@@ -1,4 +1,4 @@
-"""`tilewise trace`: runs a kernel and the simulation, writes both out, and says where they first part."""
+"""`tilewise trace`: runs a kernel and the simulation, writes both out, and reports the first mismatch."""
 
 import dataclasses
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tilewise.workbench.operator import Tracing, UsageError
 
 
 def run_trace(request: Request) -> tuple[list[str], bool]:
-    """Lines to print, and whether nothing parts. A UsageError says what is wrong with the request."""
+    """Lines to print, and whether there is no mismatch. A UsageError says what is wrong with the request."""
     tracing: Tracing = workbench.find(request.operator, "trace").load("trace")
     _check(request, tracing)
     try:
@@ -84,7 +84,7 @@ def _check(request: Request, tracing: Tracing) -> None:
 
 
 def _warped(request: Request, traced: Traced) -> Traced:
-    """With the rows of one warp, where that is asked for and the program owns queries."""
+    """With the rows of one warp, if requested and if the program owns queries."""
     if request.warp is None or traced.at is None:
         return traced
     rows = warp_rows(traced.at[2], request.warps, request.warp)
@@ -96,7 +96,7 @@ def _warped(request: Request, traced: Traced) -> Traced:
 
 
 def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
-    """What is to be said of one program, and whether nothing parts."""
+    """The lines for one program, and whether there is no mismatch."""
     rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
     where = f"{traced.kernel_name}, {traced.place}"
     row = first_divergence(rows, traced.steps, traced.order)

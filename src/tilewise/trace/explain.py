@@ -1,6 +1,6 @@
-"""What follows from the first value that parts: which line of a kernel makes it, and what it looks like instead.
+"""What the first mismatch tells: which line of a kernel computes the value, and what it looks like instead.
 
-Where a kernel's values and the simulation's first part, judged by the rounding that the precision allows.
+Finds the first mismatch of a kernel and the simulation; the tolerance is the rounding that the precision allows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from tilewise.trace.request import split_step
 from tilewise.trace.values import Values
 
 EPS32 = float(np.finfo(np.float32).eps)
-# The kernel may err as the simulation does in the same precision, some times over; and sums of products come in another
+# The kernel's error may be a few times the simulation's in the same precision; and products are summed in another
 # order.
 FACTOR = 4.0
 ROUNDINGS = 64.0
@@ -20,7 +20,7 @@ ROUNDINGS = 64.0
 
 @dataclass(frozen=True)
 class Row:
-    """One value of one step: the largest difference, what is allowed, and the worst element with both values."""
+    """One value of one step: the largest difference, the tolerance, and the worst element with both values."""
 
     name: str
     difference: float
@@ -28,7 +28,7 @@ class Row:
     worst: tuple[int, ...]
     kernel: float
     simulation: float
-    # Of all elements, those beyond what is allowed.
+    # Of all elements, those beyond the tolerance.
     bad: int
     elements: int
 
@@ -80,8 +80,8 @@ def _row(name: str, kernel: np.ndarray, simulation: np.ndarray, exact: np.ndarra
 
 
 def first_divergence(rows: Sequence[Row], steps: int, check_order: Sequence[str]) -> Row | None:
-    """The first row that rounding does not explain: before the loop, step by step in the order in which values depend
-    on each other, then after.
+    """The first row that rounding does not explain: before the loop, then step by step in the order of dependence, then
+    after it.
     """
     by_name = {row.name: row for row in rows}
     stepped = {f"{name}_{step}" for name in check_order for step in range(steps)}
@@ -91,9 +91,9 @@ def first_divergence(rows: Sequence[Row], steps: int, check_order: Sequence[str]
     return next((row for row in [*start, *middle, *end] if not row.agrees), None)
 
 
-# As near as 16 bits come: a guess is about which formula, not about rounding.
+# As close as 16 bits come: a guess is about the formula, not about rounding.
 CLOSE = 2**-7
-# What makes each value, in the words of somebody who looks for the line.
+# What computes each value, in words that help to find the line.
 MAKERS = {
     "Q": "the load of Q: its pointers, strides or mask",
     "K": "the load of K: its pointers, strides or mask",
@@ -117,11 +117,11 @@ MAKERS = {
 
 
 def explain(row: Row, kernel: Values, simulation: Values, makers: Mapping[str, str]) -> list[str]:
-    """Sentences, the surest first; `makers` are what makes values where it is not as in MAKERS."""
+    """Sentences, the surest first; `makers` says what computes a value where that differs from MAKERS."""
     base, step = split_step(row.name)
     name = base.removesuffix("_final")
     guess = _guess(row.name, name, step or 0, kernel, simulation)
-    # The mask is told by what it does, wherever a kernel applies it.
+    # The mask is recognised by its effect, wherever a kernel applies it.
     known = {**MAKERS, **makers}
     maker = (
         ""
@@ -197,7 +197,7 @@ def _row_maximum(kernel: Values, simulation: Values, step: int) -> np.ndarray | 
 
 
 def _without_rescale(kernel: Values, step: int) -> np.ndarray | None:
-    """The output before plus this step's part, where a kernel rescales and adds in one statement."""
+    """The previous output plus this step's product, for kernels that rescale and add in one statement."""
     before, p, v = (kernel.get(f"{name}_{number}") for name, number in (("O", step - 1), ("P", step), ("V", step)))
     if before is None or p is None or v is None or (p.shape[0], v.shape[1]) != before.shape:
         return None
@@ -216,7 +216,7 @@ def _mask(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 
 def _zeroed(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """The same of a kernel that makes 0 of what it does not see, where nothing else is wrong."""
+    """The same for a kernel that writes 0 where masked, where nothing else is wrong."""
     extra, lost = (theirs == 0) & (ours != 0), (theirs != 0) & (ours == 0)
     which, verb = (extra, "sees") if extra.any() else (lost, "does not see")
     if not which.any() or not _close(np.where(which, theirs, ours), theirs):

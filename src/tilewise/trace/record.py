@@ -1,8 +1,8 @@
-"""Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and step of a loop;
-nested helpers included.
+"""Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and loop step; nested
+helpers included.
 
-The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call behind each
-assignment, and at the start of each turn and the end of each loop; values are only looked at, never changed.
+The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call after each
+assignment, at the start of each iteration and at the end of each loop; values are only read, never changed.
 """
 
 import ast
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from tilewise.interpreter import repair, widen_bf16
 
-# In place of a variable's name: a turn of a loop begins, or a loop has ended.
+# In place of a variable's name: a loop iteration begins, or a loop has ended.
 TURN, END = "(turn)", "(end)"
 _HOOK = "__tilewise_record__"
 
 
 class Event(NamedTuple):
     """One assignment of one program: the kernel's launch, the function and line that made it, the variable and its
-    value; or a mark of a loop.
+    value; or a loop marker.
     """
 
     launch: int
@@ -61,7 +61,7 @@ class Recording:
             self.events.append(Event(len(self.kernels) - 1, function, name, line, plain))
 
 
-# Of this context: launches of other threads run as they are.
+# Per context: launches of other threads run unchanged.
 _active: ContextVar[Recording | None] = ContextVar("tilewise_recording", default=None)
 _installing = threading.Lock()
 _installed = False
@@ -85,9 +85,9 @@ def record(program: int | Mapping[str, int] = 0) -> Iterator[Recording]:
 
 
 def _install() -> None:
-    """Have the interpreter ask, at each launch and each call of a helper, whether this context records.
+    """Have the interpreter check, at each launch and each helper call, whether this context records.
 
-    Once and for good: taken away at the end of a recording, it would be taken from another thread's too.
+    Installed once and never removed: removing it after a recording would stop another thread's too.
     """
     global _installed
     from triton.runtime import interpreter
@@ -137,7 +137,7 @@ def _program() -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor's values as a NumPy array of its own, bf16 widened; None for pointers and what is not a number."""
+    """A copy of a tensor's values as a NumPy array, bf16 widened; None for pointers and what is not a number."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Recorder(ast.NodeTransformer):
-    """Adds a call behind each assignment of a function, in the order of its statements."""
+    """Adds a call after each assignment of a function, in the order of its statements."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self._function = node.name

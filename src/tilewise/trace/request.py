@@ -1,4 +1,4 @@
-"""What `tilewise trace` is asked for, and what comes of it."""
+"""What `tilewise trace` is asked for, and its result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tilewise.trace.values import Lines, Values
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import UsageError
 
-# Fields that are the mask of hstu alone.
+# Fields of hstu's mask only.
 HSTU_MASK = ("targets", "context", "max_attn_len")
 
 
@@ -95,7 +95,7 @@ Entry = TypeVar("Entry")
 
 
 def entry_of(request: Request, table: Sequence[Entry], *sizes: str) -> Entry | None:
-    """The configuration that --kernel-index names, None where there is no such option.
+    """The configuration that --kernel-index names, None if the option is not given.
 
     It chooses `sizes`, which must then not be given.
     """
@@ -117,6 +117,6 @@ def option(field: str) -> str:
 
 
 def check_tile(field: str, block: int) -> None:
-    """Raise where a kernel could have no tile of `block` rows."""
+    """Raise if a kernel could not have a tile of `block` rows."""
     if block < 16 or block & (block - 1):
         raise UsageError(f"{option(field)} {block}: expected a power of two of at least 16")

@@ -10,21 +10,21 @@ import numpy as np
 from tilewise.trace.record import END, TURN, Event
 
 Values = dict[str, np.ndarray]
-# Where each value was made.
+# Where each value was computed.
 Lines = dict[str, str]
 
 
 class MissingNameError(Exception):
-    """A variable that was asked for never occurs; the message lists those that do."""
+    """A requested variable never occurs; the message lists those that do."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Which variables of a kernel hold our values: before, in and after its loop over tiles. Of several candidates the
-    first that occurs counts.
+    """Which variables of a kernel hold our values: before, in and after its loop over tiles. The first candidate that
+    occurs counts.
 
     In a step the last assignment counts; `first` names what the first one is, where that differs (O_scale for O).
-    `anchor` tells the loop.
+    `anchor` identifies the loop.
     """
 
     anchor: str
@@ -38,7 +38,7 @@ class Naming:
     masks_scores: bool = False
 
     def renamed(self, given: Mapping[str, str]) -> "Naming":
-        """With the variables that a user names in place of the candidates."""
+        """With the user's variable names in place of the candidates."""
         known = {**self.before, **self.step, **self.after}
         unknown = [name for name in given if name not in known]
         if unknown:
@@ -81,7 +81,7 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
         for name, candidates in naming.step.items():
             found = _assignments(candidates, step, scope)
             if found:
-                # Handing a helper's result on makes it no second time.
+                # Passing on a helper's result does not compute it again.
                 made = next(
                     event
                     for event in found
@@ -110,7 +110,7 @@ def _missing(name: str, candidates: Sequence[str], tiles: Sequence[Event]) -> st
 
 
 def _loop(tiles: Sequence[Event], anchor: int) -> Event | None:
-    """The turn of the loop that encloses the anchor most closely."""
+    """The iteration of the innermost loop around the anchor."""
     closed = []
     for event in reversed(tiles[:anchor]):
         if event.name == END:
@@ -121,7 +121,7 @@ def _loop(tiles: Sequence[Event], anchor: int) -> Event | None:
 
 
 def _split(tiles: Sequence[Event], anchor: int) -> tuple[list[Event], list[list[Event]], list[Event]]:
-    """What comes before the loop, its turns, and what comes after."""
+    """What comes before the loop, its iterations, and what comes after."""
     loop = _loop(tiles, anchor)
     if loop is None:
         return list(tiles), [list(tiles)], list(tiles)
@@ -158,7 +158,7 @@ GROUP = 8
 
 
 def section(name: str, value: np.ndarray) -> str:
-    """A heading, then one line a row, rows in groups of eight."""
+    """A heading, then one line per row, rows in groups of eight."""
     rows = np.atleast_2d(value) if value.ndim != 1 else value[:, None]
     lines = [f"== {name} {list(value.shape)}"]
     for number, row in enumerate(rows):

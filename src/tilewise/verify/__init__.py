@@ -1,5 +1,5 @@
-"""Any implementation against the reference: outputs, gradients, edge cases, and a score of how many planted bugs the
-same check would catch.
+"""Checks any implementation against the reference: outputs, gradients, edge cases; and scores how many planted bugs the
+same checks catch.
 """
 
 from tilewise.verify.api import verify

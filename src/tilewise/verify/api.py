@@ -34,7 +34,7 @@ def verify(
     Args:
         op: the operator's name, as `tilewise verify --list` has it.
         impl: a callable with the operator's public signature without `backend`, run in this process; or
-            `FILE.py:FUNCTION` / `package.module:function`, run in processes of its own, so that a crash or a hang is a
+            `FILE.py:FUNCTION` / `package.module:function`, run in separate processes, so that a crash or a hang is a
             finding; or None, for tilewise's own backends.
         configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
         dtypes: of fp32, fp16 and bf16.
@@ -66,7 +66,7 @@ def verify(
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[Result]:
-    """Their results in order, from processes of their own."""
+    """Their results in order, from separate processes."""
     for results in run_jobs([Job((check,)) for check in checks]):
         yield from results
 
@@ -107,7 +107,7 @@ def score(
             again.append((mutant, job))
         else:
             yield _scored(operator, mutant, results[-1])
-    # The others had the same GPU: a bug hangs if it does so alone.
+    # The others shared this GPU: it counts as a hang only if the bug hangs alone.
     for mutant, job in again:
         (results,) = run_jobs([job])
         yield _scored(operator, mutant, results[-1])
@@ -163,7 +163,7 @@ def find_failure(
     @st.composite
     def checks(draw: Callable[[Any], Any]) -> Check:
         problem = suite.draw(draw)
-        # A problem of nothing but defaults writes out as nothing: name its first field.
+        # A problem with only defaults is written as an empty string: name its first field.
         text = str(problem) or "B=1"
         return Check(operator.name, implementation, text, draw(st.sampled_from(tuple(dtypes))), settings)
 
@@ -185,11 +185,11 @@ def find_failure(
             smallest = result
             raise _FailedError
 
-    # What hypothesis keeps beside its examples is not left where the user works.
+    # Hypothesis's other files are not left in the user's working directory.
     hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "tilewise-hypothesis")
     try:
         trial()
     except (_FailedError, hypothesis.errors.Flaky):
-        # Flaky: a second run of the same case passed. That it failed once is a finding all the same.
+        # Flaky: a second run of the same case passed. Failing once is still a finding.
         return smallest
     return None

@@ -1,6 +1,6 @@
 """Is a choice of blocks right?
 
-Judged by the scores of what was taken, for two scores that are equal within rounding may be taken for each other.
+Judged by the scores of the chosen blocks: of two scores equal within rounding, either may be chosen.
 """
 
 import torch
@@ -12,9 +12,9 @@ def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: t
     """What is wrong with `indices` [..., S] and where; empty where nothing is.
 
     `scores` [..., blocks] are fp64 truth, +inf where a block is forced and -inf where it may not be chosen;
-    `eager_scores` are what eager torch makes of them in the precision under test. Indices ascend, with -1 behind the
-    last; forced blocks are there and forbidden ones are not; as many are chosen as can be; and of the others the i-th
-    best score taken lies below the true i-th best by at most twice eager's error in the scores.
+    `eager_scores` are eager torch's in the precision under test. Indices ascend, with -1 after the last; forced blocks
+    are present and forbidden ones absent; as many as possible are chosen; and among the others the i-th best chosen
+    score is below the true i-th best by at most twice eager's error in the scores.
     """
     if indices.shape[:-1] != scores.shape[:-1]:
         return f"shape {list(indices.shape)}, expected {[*scores.shape[:-1], indices.shape[-1]]}"
@@ -30,8 +30,8 @@ def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: t
 
 
 def _allowed_error(scores: torch.Tensor, eager_scores: torch.Tensor) -> float:
-    """Twice eager's greatest error, and never less than what rounding in fp32 may cost the largest score."""
-    # Where eager overflows it tells nothing of rounding.
+    """Twice eager's largest error, but at least what fp32 rounding may cost the largest score."""
+    # Where eager overflows, it says nothing about rounding.
     finite = scores.isfinite() & eager_scores.isfinite()
     truth = scores[finite]
     if truth.numel() == 0:
@@ -45,13 +45,13 @@ def _first(wrong: torch.Tensor) -> tuple[int, ...]:
 
 
 def _says(at: tuple[int, ...], what: str, wrong: torch.Tensor) -> str:
-    """One sentence: the first place, what is wrong there, and in how many rows something like it is."""
+    """One sentence: the first bad place, what is wrong there, and how many rows have a similar error."""
     rows = wrong.any(-1)
     return f"at {list(at)} {what} ({int(rows.sum())} of {rows.numel()} rows)"
 
 
 def _malformed(indices: torch.Tensor, blocks: int) -> str:
-    """What cannot be a choice, whatever the scores."""
+    """Errors that need no scores: what can never be a choice."""
     outside = (indices < -1) | (indices >= blocks)
     if bool(outside.any()):
         *at, slot = _first(outside)
@@ -74,7 +74,7 @@ def _malformed(indices: torch.Tensor, blocks: int) -> str:
 
 def _taken(indices: torch.Tensor, blocks: int) -> torch.Tensor:
     """How often each block is chosen, [..., blocks]."""
-    # -1 is counted in a place of its own, which is then dropped.
+    # -1 is counted in an extra bin, which is then dropped.
     counts = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(-1, indices.where(indices >= 0, blocks), torch.ones_like(indices))[..., :blocks]
 
@@ -104,8 +104,8 @@ def _forced_or_forbidden(indices: torch.Tensor, scores: torch.Tensor) -> str:
 
 
 def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str:
-    """The scores taken beside the best ones, both from the best down; forced blocks, right by now, lead in both and
-    cancel.
+    """The chosen scores and the best ones, both sorted from the best down; forced blocks, correct by now, come first in
+    both and cancel.
     """
     count = min(indices.shape[-1], scores.shape[-1])
     best = scores.sort(dim=-1, descending=True).values[..., :count]
@@ -115,7 +115,7 @@ def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str
         .sort(dim=-1, descending=True)
         .values[..., :count]
     )
-    # An infinity less itself is NaN, which is not above what is allowed.
+    # inf - inf is NaN, which does not exceed the limit.
     low = best - taken > allowed
     if not bool(low.any()):
         return ""

@@ -34,7 +34,7 @@ class Request:
     html: Path | None
     fail_fast: bool
     verbose: bool
-    # The words themselves, for the reports.
+    # The command line as typed, for the reports.
     command: str
 
 

@@ -11,16 +11,16 @@ from tilewise.verify.diagnose import diagnose
 # How many times eager torch's error an implementation may make.
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-# Roundings in fp32 on the way to a result that eager torch may happen to get exactly (a softmax over one key) or sum in
-# a better order: n terms of one sign, added one by one, lose half a rounding times the root of n, and some hundred are
+# fp32 roundings on the way to a result that eager torch may happen to get exactly (a softmax over one key) or sum in a
+# better order: n terms of one sign, added one by one, lose half a rounding times sqrt(n), and a few hundred terms are
 # common.
 INNER_ROUNDINGS = 8
 # On a GPU fp32 products run as three TF32 products. Each operand keeps 21 bits (cut, not rounded: 4 fp32 roundings
-# each), and the product of the two rests is dropped (8): 16 a product, and two products stand in a row.
+# each), and the product of the two remainders is dropped (8): 16 per product, and two products follow each other.
 THREE_TF32_ROUNDINGS = 32
-# A truth whose mean square is not larger than this many times what is allowed cannot tell right from wrong.
+# A truth whose mean square is at most this many times the limit cannot tell right from wrong.
 TELLING = 4.0
-# Below this a truth in fp64 is zero by definition, and what it holds is fp64's own rounding.
+# Below this an fp64 truth is zero by definition: what it holds is fp64's own rounding.
 ZERO = 1e-12
 RTOL, ATOL = 1e-3, 1e-4
 
@@ -35,8 +35,8 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The largest error of each head (rows) and tile of `tile` tokens (columns), as a multiple of what is allowed;
-    `worst` is its place.
+    """The largest error of each head (rows) and tile of `tile` tokens (columns), as a multiple of the limit; `worst` is
+    its position.
     """
 
     tile: int
@@ -45,8 +45,8 @@ class HeatMap:
 
 
 def heat_map(excess: torch.Tensor, axes: str) -> HeatMap | None:
-    """The largest elements of `excess`, errors as multiples of what is allowed, by head and tile; None where the tensor
-    has no tokens.
+    """The largest elements of `excess` (errors as multiples of the limit) by head and tile; None if the tensor has no
+    tokens.
     """
     if "T" not in axes or excess.numel() == 0:
         return None
@@ -104,14 +104,14 @@ class Comparison:
         return self.failure is None
 
     def statistics(self) -> str:
-        """Of the difference, in one line."""
+        """The difference, in one line."""
         return (
             f"max_diff {self.max_diff:.2e}  mean_diff {self.mean_diff:.2e}  std_diff {self.std_diff:.2e}  "
             f"max_rel_diff {self.max_rel_diff:.2e}  mean_rel_diff {self.mean_rel_diff:.2e}"
         )
 
     def lines(self) -> list[str]:
-        """The statistics, and where it failed what is wrong with it."""
+        """The statistics and, if it failed, what is wrong."""
         failure = self.failure
         allowed = "" if math.isnan(self.allowed) else f"  allowed {self.allowed:.2e}"
         lines = [f"{mark(self.passed)} {self.name:<5} {self.statistics()}{allowed}"]
@@ -143,8 +143,8 @@ def mark(passed: bool) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tensor's error may be: `largest` in any element, `rms` in the mean square, or where rtol is given atol +
-    rtol · |truth| in each.
+    """Limits of a tensor's error: `largest` for any element, `rms` for the root mean square; if rtol is given, atol +
+    rtol · |truth| for each element.
     """
 
     largest: float = math.inf
@@ -156,8 +156,7 @@ class Limits:
 def rounding_floor(dtype: torch.dtype, device: torch.device) -> float:
     """The relative error that rounding alone may cost.
 
-    Two roundings in `dtype`, each of half the distance between two numbers: of an operand, and of the result; and those
-    in fp32 on the way.
+    Two roundings in `dtype`, half an ulp each: of an operand, and of the result; plus those in fp32 on the way.
     """
     inner = INNER_ROUNDINGS + (THREE_TF32_ROUNDINGS if device.type == "cuda" and dtype == torch.float32 else 0)
     return torch.finfo(dtype).eps + inner * torch.finfo(torch.float32).eps
@@ -174,9 +173,9 @@ def limits_from_eager(
     """Limits from what `eager` torch makes of `truth` in its precision, and from a `further` error that the contract
     itself costs.
 
-    The greatest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor:
+    The largest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor:
     what rounding alone may cost the largest value, and `floor` times that value. Where the truth is zero everywhere by
-    definition, only what eager makes of it is allowed.
+    definition, only eager's own error is allowed.
     """
     expected = truth[truth.isfinite()].double()
     if expected.numel() == 0:
@@ -184,7 +183,7 @@ def limits_from_eager(
     error = (eager[truth.isfinite()].double() - expected).abs()
     if further is not None:
         error += further[truth.isfinite()].abs()
-    # A mean square error is well below half of the worst case.
+    # A root mean square error is well below half of the worst case.
     floor = floor + rounding_floor(eager.dtype, eager.device)
     factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
     return Limits(
@@ -195,7 +194,7 @@ def limits_from_eager(
 
 def is_telling(truth: torch.Tensor, limits: Limits) -> bool:
     """Whether a wrong result could fail these limits; true for a truth that is zero by definition, where the floor
-    alone judges.
+    alone is the limit.
     """
     expected = truth[truth.isfinite()].double()
     return expected.numel() == 0 or expected.abs().max().item() <= ZERO or _rms(expected) >= TELLING * limits.rms
@@ -210,7 +209,7 @@ def compare(
     axes: str,
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> Comparison:
-    """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must stand exactly where the
+    """Judge `actual` against fp64 `truth`; it must have `truth`'s shape and `dtype`. -inf must be exactly where the
     truth has it.
 
     `axes` and `others` (the truth of the operator's other results) are for the diagnosis of what fails.
@@ -242,8 +241,8 @@ def compare(
 def compare_tensors(
     a: torch.Tensor, b: torch.Tensor, name: str = "tensor", rtol: float = RTOL, atol: float = ATOL, verbose: bool = True
 ) -> Comparison:
-    """Compare `a` with `b`, taken for the truth, as torch.allclose does, with statistics and a diagnosis; `verbose`
-    prints them.
+    """Compare `a` with `b`, taken as the truth, like torch.allclose, with statistics and a diagnosis; `verbose` prints
+    them.
     """
     a = a if a.is_floating_point() else a.double()
     comparison = compare(name, a, b.double(), a.dtype, Limits(rtol=rtol, atol=atol), "?" * b.ndim)
@@ -261,7 +260,7 @@ def _verdict(
     limits: Limits,
     allowed: float | torch.Tensor,
 ) -> tuple[str, str]:
-    """Status and sentence of what is wrong; empty where nothing is."""
+    """Status and a sentence on what is wrong; empty if nothing is."""
     if limits.rtol is None and not is_telling(truth, limits):
         return (
             UNFIT,
@@ -298,11 +297,11 @@ def _failure(
 ) -> Failure:
     rtol, atol = (RTOL, ATOL) if limits.rtol is None else (limits.rtol, limits.atol)
     actual, truth = actual.detach().double().cpu(), truth.cpu()
-    # An infinity that stands where it should differs by nothing.
+    # Matching infinities differ by 0.
     diff = torch.where(actual == truth, 0.0, (actual - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
     largest = limits.largest if limits.rtol is None else atol + rtol * max(map(abs, _range(truth)), default=0.0)
     largest = largest if math.isfinite(largest) else atol
-    # Where the mean square alone is too large, what exceeds that is what is diagnosed.
+    # If only the mean square is too large, the elements that exceed it are diagnosed.
     largest = min(largest, max(limits.rms, _rms(diff) / 2)) if diff.max().item() <= largest else largest
     worst = tuple(int(i) for i in torch.unravel_index(diff.argmax(), diff.shape)) if diff.numel() else ()
     return Failure(

@@ -1,6 +1,6 @@
-"""What shape an error has: the mistake that explains it all, or else where it lies.
+"""Diagnoses an error: the one mistake that explains all of it, or else where it is.
 
-For people who debug a kernel; the verdict is `compare`'s.
+For debugging a kernel; pass or fail is decided by `compare`.
 """
 
 import math
@@ -15,16 +15,16 @@ NOUNS = {
     "D": ("channel", "channels"),
 }
 TILES = (128, 64, 32, 16)
-# Fewer elements fit a factor, or another head, by chance.
+# With fewer elements, a factor or another head fits by chance.
 MIN_ELEMENTS = 8
-# A mistake explains an error where it leaves this many times less of it. A factor or an offset may be close to none,
-# and leave little to gain.
+# A mistake explains an error if it leaves this many times less of it. A factor near 1 or an offset near 0 has little to
+# gain.
 BETTER = 10.0
 BETTER_CONSTANT = 5.0
-# More heads than this are not searched for each other's values.
+# With more heads than this, heads are not searched for each other's values.
 MAX_SEARCHED = 64
 MAX_LISTED = 4
-# How near a factor must be to a number with a name.
+# How close a factor must be to a number with a name.
 NAME_TOLERANCE = 5e-3
 
 
@@ -35,11 +35,11 @@ def diagnose(
     axes: str,
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
-    """Say in short sentences, most telling first, how `actual` differs from `expected`, fp64 truth; empty where no
-    error is above `allowed`.
+    """Describe in short sentences, most telling first, how `actual` differs from `expected`, the fp64 truth; empty if
+    no error is above `allowed`.
 
-    `axes` has a letter an axis: B batch, T tokens, H heads, D channels, any other stands for itself. `others` are the
-    truths of the operator's other results by name: a kernel may have written one in place of another.
+    `axes` has one letter per axis: B batch, T tokens, H heads, D channels, any other stands for itself. `others` are
+    the truths of the operator's other results by name: a kernel may have stored one in place of another.
     """
     if actual.shape != expected.shape:
         return [f"has shape {list(actual.shape)} in place of {list(expected.shape)}"]
@@ -47,13 +47,12 @@ def diagnose(
     got = actual.detach().to(truth.device, torch.float64)
     letters = (axes + "?" * truth.dim())[: truth.dim()]
     comparable = got.isfinite() & truth.isfinite()
-    # Equal infinities are good, and so is NaN where NaN is expected.
+    # Equal infinities match, and so does NaN where NaN is expected.
     bad = ~((comparable & ((got - truth).abs() <= allowed)) | (got == truth) | (got.isnan() & truth.isnan()))
     if not bad.any():
         return []
     whole = _whole(got, truth, allowed, letters, others or {})
-    # A slice whose truth is about zero, or infinite, is easily right, whatever else is wrong: that it is right tells
-    # nothing.
+    # A slice whose truth is about zero, or infinite, is often right by chance: that it is right tells nothing.
     telling = truth.isfinite() & (truth.abs() > allowed)
     where = _where(bad, telling if telling.any() else ~telling, letters)
     spread = None if whole or where else _spread(got, truth, bad & comparable, comparable)
@@ -78,7 +77,7 @@ def _whole(
 
 
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Absolute error: 0 where `got` is not finite (that is said apart), infinite where `wanted` alone is not."""
+    """Absolute error: 0 where `got` is not finite (reported separately), infinite where only `wanted` is not."""
     return (got - wanted).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(~got.isfinite(), 0.0)
 
 
@@ -93,7 +92,7 @@ def _rms(x: torch.Tensor) -> float:
 def _explains(
     got: torch.Tensor, candidate: torch.Tensor, plain: torch.Tensor, limit: float, better: float = BETTER
 ) -> bool:
-    """Whether `got` is `candidate` rather than the truth, from which its error is `plain`."""
+    """Whether `got` is `candidate` rather than the truth; `plain` is its error from the truth."""
     # One channel is enough to rule most candidates out, and costs little.
     if got.numel() < MIN_ELEMENTS or not _error(got[..., :1], candidate[..., :1]).max() <= limit:
         return False
@@ -104,13 +103,12 @@ def _explains(
     if both.sum() < MIN_ELEMENTS:
         return False
     rest, plain = rest[both], plain[both]
-    # The median: where a few elements are far greater than the rest, they alone make the mean square, and the rest must
-    # fit too.
+    # The median: a few far larger elements would dominate the mean square, and the rest must fit too.
     return better * _rms(rest) < _rms(plain) and bool(rest.median() <= plain.median())
 
 
 def _constant(got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: str) -> str | None:
-    """A factor or an offset, by least squares: whichever leaves less (values that hardly vary are near to both)."""
+    """A factor or an offset, by least squares: whichever leaves less (values that hardly vary are close to both)."""
     comparable = got.isfinite() & truth.isfinite()
     channels = truth.shape[-1] if letters and letters[-1] not in "BTH" else 1
     got, truth = got[comparable], truth[comparable]
@@ -128,7 +126,7 @@ def _constant(got: torch.Tensor, truth: torch.Tensor, allowed: float, letters: s
     for candidate, slack, sentence in candidates:
         limit = max(slack, 1e-2 * _largest(candidate))
         rest = _rms(got - candidate)
-        # What is about zero fits any small factor: the candidate must be most of what is there.
+        # Values near zero fit any small factor: the candidate must make up most of what is there.
         if BETTER_CONSTANT * rest <= _rms(candidate) and _explains(
             got, candidate, (got - truth).abs(), limit, BETTER_CONSTANT
         ):
@@ -159,7 +157,7 @@ def _other(got: torch.Tensor, plain: torch.Tensor, limit: float, others: Mapping
 def _shifted(got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, limit: float, letters: str) -> str | None:
     for axis, letter in enumerate(letters):
         overlap = got.shape[axis] - 1
-        # Of two positions one overlaps: that is one head with the values of another, and said so.
+        # With two positions only one overlaps: that is one head with the values of another, reported as such.
         if letter not in "THB" or overlap < 2:
             continue
         one = NOUNS[letter][0]
@@ -175,7 +173,7 @@ def _transposed(got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, lim
         for j in range(i + 1, truth.dim()):
             if min(truth.shape[i], truth.shape[j]) < 2:
                 continue
-            # Where both sizes are the same, the memory in swapped order is the transpose.
+            # Where both sizes are equal, the swapped memory order is the transpose.
             if _explains(got, truth.transpose(i, j).reshape(truth.shape), plain, limit):
                 how = "" if truth.shape[i] == truth.shape[j] else " in the order of memory"
                 return f"transposed: axes {letters[i]} and {letters[j]} are swapped{how}"
@@ -190,8 +188,8 @@ def _exchanged(
             continue
         one = NOUNS[letter][0]
         a, e, error = (x.movedim(axis, 0).reshape(got.shape[axis], -1) for x in (got, truth, plain))
-        # One product of matrices finds each slice's nearest truth, over the finite elements of the slice; only that one
-        # is looked at closely.
+        # One matrix product finds each slice's nearest truth, over the slice's finite elements; only that one is
+        # checked closely.
         a0, e0 = a.nan_to_num(0.0, 0.0, 0.0), e.nan_to_num(0.0, 0.0, 0.0)
         nearest = (a.isfinite().double() @ e0.square().T - 2 * a0 @ e0.T).argmin(1).tolist()
         wrong = (error.amax(1) > allowed).tolist()
@@ -218,7 +216,7 @@ def _non_finite(got: torch.Tensor, truth: torch.Tensor) -> list[str]:
 
 
 def _where(bad: torch.Tensor, telling: torch.Tensor, letters: str) -> list[str]:
-    """A sentence for each axis of which only a part is bad, the smallest part first."""
+    """A sentence for each axis that is only partly bad, the smallest fraction first."""
     return [sentence for _, sentence in sorted(_parts(bad, telling, letters), key=lambda part: part[0])]
 
 
@@ -230,8 +228,8 @@ def _parts(bad: torch.Tensor, telling: torch.Tensor, letters: str) -> Iterator[t
         hits, count = int(hit.sum()), int(judged.sum())
         if hits == count:
             continue
-        # Bad elements at random places leave some slices out too: say nothing where chance would do. A few have their
-        # places named anyway.
+        # Bad elements at random places miss some slices too: say nothing if chance explains it. If there are only a
+        # few, name their places anyway.
         missed_by_chance = count * (1 - total * size / (bad.numel() * count)) ** (bad.numel() / size)
         if total <= MAX_LISTED or count - hits > 10 * missed_by_chance or 2 * hits <= count - missed_by_chance:
             yield hits / count, _positions(hit.nonzero().flatten().tolist(), size, letter)
@@ -260,7 +258,7 @@ def _positions(hit: list[int], size: int, letter: str) -> str:
 
 
 def _last_tile(first: int, size: int) -> int | None:
-    """The largest tile size of which the last tile, whole or not, starts at the first bad row, else of which it holds
+    """The largest tile size whose last tile, full or partial, starts at the first bad row, else whose last tile holds
     all bad rows.
     """
     starts = {tile: (size - 1) // tile * tile for tile in TILES}
@@ -277,7 +275,7 @@ def _spread(got: torch.Tensor, truth: torch.Tensor, bad: torch.Tensor, comparabl
     if error.numel() < MIN_ELEMENTS:
         return sentence
     mean, rms = error.mean().item(), _rms(error)
-    # A mean that is neither small beside the error nor what chance makes of so many elements.
+    # A mean that is neither small compared with the error nor explained by chance for this many elements.
     biased = abs(mean) > max(0.2, 4 / math.sqrt(error.numel())) * rms
     return sentence + (
         f"; the error leans to one side, its mean is {mean:+.2g}"

@@ -29,10 +29,10 @@ def evaluate(
     incoming: Incoming | None,
     **further: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """What `function` returns, by name, and with `incoming` the gradients of its floating inputs, None where none
-    arrives.
+    """What `function` returns, by name; with `incoming` also the gradients of its floating inputs, None for those that
+    get none.
 
-    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs) whatever the precision of `inputs`:
+    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs), not to the precision of `inputs`:
     all runs see the same.
     """
     leaves = {
@@ -55,7 +55,7 @@ def evaluate(
             incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype)
             for name, x in heads.items()
         ]
-        # Where inputs have strides of their own, so have the gradients that arrive.
+        # Where inputs have custom strides, so do the incoming gradients.
         strided = not all(x.is_contiguous() for x in inputs.values())
         arriving = [
             _laid_out(gradient.to(x.device, x.dtype), strided)
@@ -79,13 +79,13 @@ def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:
 
 
 def flat_outputs(returned: Any) -> list[Any]:
-    """What was returned in order, out of tuples within tuples."""
+    """The returned values in order, nested tuples flattened."""
     return [x for part in returned for x in flat_outputs(part)] if isinstance(returned, tuple | list) else [returned]
 
 
 def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
     values = flat_outputs(returned)
-    # A last output that the problem has none of may be there as None.
+    # A last output that the problem does not have may be returned as None.
     while len(values) > len(problem.outputs) and values[-1] is None:
         values.pop()
     if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
@@ -101,16 +101,16 @@ def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
 
 _changing = threading.Lock()
 _inside = 0
-# What to put back, of those that were changed.
+# What to restore, of the settings that were changed.
 _before: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Gradients on, autocast off, full precision products, fp32 and the CPU as defaults; all as before afterwards.
+    """Gradients on, autocast off, full-precision matmuls, fp32 and the CPU as defaults; all restored afterwards.
 
-    torch has one default dtype and one precision of products for all threads. So those are touched only where they are
-    not what is wanted, by the first of several threads that are inside, and put back by the last.
+    torch has one default dtype and one matmul precision for all threads. So those are changed only if needed, by the
+    first of several threads inside, and restored by the last.
     """
     device = torch.get_default_device()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`tilewise verify OP --every-config`: what each tile configuration makes, and whether it is right."""
+"""`tilewise verify OP --every-config`: runs each tile configuration and checks its results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tilewise.workbench.operator import Configurations, UsageError
 
 RTOL, ATOL = 1e-3, 1e-5
 MOST_LISTED = 8
-# Output of q, k and v, and LSE where there is one, in a compute_dtype; what else it is called with is bound.
+# Output of q, k and v, and LSE if there is one, in a compute_dtype; other arguments are bound.
 Reference = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -29,7 +29,7 @@ class Entry(Protocol):
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its products."""
+        """Of one step: 2 per multiply-add of its products."""
 
     @property
     def step_bytes(self) -> int:
@@ -40,14 +40,12 @@ class Entry(Protocol):
         """Bytes that the tiles themselves take, by count."""
 
     def fits(self) -> list[str]:
-        """Families of GPUs that it is chosen for."""
+        """GPU families that it is chosen for."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one tensor of one configuration came to, beside fp64 truth and what eager torch makes in the
-    same precision.
-    """
+    """One tensor of one configuration, with the fp64 truth and eager torch's result in the same precision."""
 
     name: str
     actual: torch.Tensor
@@ -63,9 +61,9 @@ class Outcome:
 
     @cached_property
     def bad(self) -> torch.Tensor:
-        """True where an element is off: beyond rtol and atol in fp32, beyond what the precision allows in 16 bits."""
+        """True where an element mismatches: beyond rtol and atol in fp32, beyond what 16 bits allow otherwise."""
         if self.actual.dtype == torch.float32:
-            # What is infinite allows nothing.
+            # Infinite elements have no tolerance beyond ATOL.
             allowed = ATOL + RTOL * self.truth.abs().nan_to_num(posinf=0.0)
         else:
             limits = limits_from_eager(self.truth, self.eager, gradient=self.name.startswith("d"))
@@ -74,12 +72,12 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """Whether no element is off."""
+        """Whether no element mismatches."""
         return not bool(self.bad.any())
 
     @property
     def text(self) -> str:
-        """How many are off, and the greatest difference."""
+        """How many elements mismatch, and the largest difference."""
         count, largest = int(self.bad.sum()), self._difference.max().item() if self._difference.numel() else 0.0
         return (
             f"{self.name}: {count} of {self.bad.numel()} mismatched ({100 * count / max(self.bad.numel(), 1):.2f} %),"
@@ -87,7 +85,7 @@ class Outcome:
         )
 
     def where(self) -> list[str]:
-        """Mismatches by row, head and channel, the most first; nothing where there are none."""
+        """Mismatches by row, head and channel, the most first; empty if there are none."""
         if self.right:
             return []
         # Packed tensors have no batch axis: axes are counted from the last.
@@ -106,8 +104,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """What blocks one configuration chose, beside their scores in fp64 and eager torch's: judged by score, as
-    `verify.choices` does.
+    """The blocks that one configuration chose, with their scores in fp64 and eager torch's: judged by score, as in
+    `verify.choices`.
     """
 
     indices: torch.Tensor
@@ -125,7 +123,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """What is wrong first."""
+        """The first error."""
         return f"indices: {self._wrong or f'all {self.indices[..., 0].numel()} choices are the best'}"
 
     def where(self) -> list[str]:
@@ -134,7 +132,7 @@ class Choice:
 
 
 def filled(element_size: int, fill_rule: str, device: torch.device, **shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Tensors of these shapes, of 2 or 4 bytes an element."""
+    """Tensors of these shapes, 2 or 4 bytes per element."""
     fill = make_fill(fill_rule, 42)
     dtype = torch.bfloat16 if element_size == 2 else torch.float32
     return [fill(name, shape, 1.0).to(device, dtype) for name, shape in shapes.items()]
@@ -143,9 +141,9 @@ def filled(element_size: int, fill_rule: str, device: torch.device, **shapes: tu
 def output_outcomes(
     actual: Sequence[torch.Tensor], reference: Reference, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[Outcome]:
-    """o, and lse where there is one, beside the reference's of q, k and v."""
+    """o, and lse if there is one, compared with the reference's for q, k and v."""
     truth = reference(q.double(), k.double(), v.double())
-    # LSEs are fp32 whatever the inputs are.
+    # LSEs are always fp32.
     eager = reference(q, k, v, compute_dtype=q.dtype)[0], *reference(q, k, v, compute_dtype=torch.float32)[1:]
     return [
         Outcome(name, *values) for name, *values in zip(("o", "lse")[: len(truth)], actual, truth, eager, strict=True)
@@ -160,7 +158,7 @@ def gradient_outcomes(
     v: torch.Tensor,
     do: torch.Tensor,
 ) -> list[Outcome]:
-    """dq, dk and dv beside the reference's of q, k, v and the output's gradient."""
+    """dq, dk and dv compared with the reference's for q, k, v and the output's gradient."""
 
     def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -185,7 +183,7 @@ class Request:
 
 
 def chosen(request: Request) -> list[tuple[int, Entry]]:
-    """Configurations by number; a UsageError where there is none of that name or number."""
+    """Configurations by number; a UsageError if none has that name or number."""
     configs: Configurations = workbench.find(request.operator, "configs").load("configs")
     table = list(enumerate(configs.entries()))
     if request.kernel is None:
@@ -198,9 +196,7 @@ def chosen(request: Request) -> list[tuple[int, Entry]]:
 
 
 def list_entries(request: Request) -> list[str]:
-    """A line each: operations and bytes of a step, shared memory that the tiles take, and the GPUs whose
-    table has it.
-    """
+    """One line each: operations and bytes of a step, shared memory of the tiles, and the GPUs whose table has it."""
     lines = []
     entries = chosen(request)
     for number, entry in entries:
@@ -218,7 +214,7 @@ def _label(number: int, entry: Entry, entries: list[tuple[int, Entry]]) -> str:
 
 
 def run_entries(request: Request) -> Iterator[tuple[str, bool]]:
-    """A line a configuration (more with `diff`), and whether it is right."""
+    """One line per configuration (more with `diff`), and whether it is right."""
     from tilewise.ops._host.backend import interpreting
 
     entries = chosen(request)
@@ -238,7 +234,7 @@ def run_entries(request: Request) -> Iterator[tuple[str, bool]]:
 
 
 def run_request(request: Request, console: Console) -> bool:
-    """Print what every configuration comes to, and the verdict; returns whether all are right."""
+    """Print the result of every configuration, and the verdict; returns whether all are right."""
     wrong = count = 0
     for line, right in run_entries(request):
         console.print(line, markup=False, highlight=False)

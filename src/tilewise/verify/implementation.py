@@ -1,4 +1,4 @@
-"""Finds the function to check: one of an operator's backends, or anybody's."""
+"""Finds the function to check: one of an operator's backends, or a user's."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
         raise UsageError(f"--impl {implementation.name}: expected FILE.py:FUNCTION or package.module:function")
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"--impl {implementation.name}: there is no file {place}")
-    # A console script does not see the folder it is run in.
+    # A console script does not have the working directory on its path.
     sys.path.append(os.getcwd())
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -42,11 +42,11 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
 
 
 def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Case]) -> None:
-    """A UsageError where `function` cannot be called with the arguments that `cases` pass."""
+    """A UsageError if `function` cannot be called with the arguments that `cases` pass."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # Compiled functions may have none to look at: calling them will tell.
+        # Compiled functions may have no signature: calling them will tell.
         return
     lacking: dict[str, list[str]] = {}
     for case in cases:
@@ -81,13 +81,13 @@ def _no_values(_name: str, shape: tuple[int, ...], _size: float) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    # A name of its own: a file may be called as a module of Python's is.
+    # A unique name: the file may be named like a standard library module.
     name = f"implementation_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Its neighbours can be imported, as when it is run itself; and Triton finds its kernels' module by name.
+    # Files next to it can be imported, as when it is run itself; and Triton finds its kernels' module by name.
     sys.path.append(str(path.parent.resolve()))
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -50,9 +50,9 @@ def plan(
 ) -> list[Check]:
     """The standard checks of an operator, or those of the cases in `configs`.
 
-    Cases in `configs` are checked in every dtype, and so are the standard ones, but for our own backends without a GPU,
-    where each of them takes
-    long: there `small` is, and every other case in one dtype, in turn, and in another one on the next backend.
+    Cases in `configs` are checked in every dtype, and so are the standard ones, except for our own backends without a
+    GPU, where each check is slow: there only `small` is, and every other case runs in one dtype, in turn, and in
+    another one on the next backend.
     """
     suite: Suite = operator.load("suite")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]

@@ -1,4 +1,4 @@
-"""A problem: one operator's sizes and options, which read and write as one line (`B=1,T=64,causal=true`) and make the
+"""A problem: one operator's sizes and options, read and written as one line (`B=1,T=64,causal=true`); it makes the
 inputs.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-# Values for the tensor of that name and shape, in fp64; `size` multiplies random ones.
+# Values for the tensor of that name and shape, in fp64; `size` scales random ones.
 Fill = Callable[[str, tuple[int, ...], float], torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
-# Elements on either side of every input: what an implementation reads there is NaN, what it writes there shows.
+# Guard elements on either side of every input: an implementation that reads them gets NaN, and a write to them shows.
 GUARD = 512
 
 
@@ -28,9 +28,9 @@ class Problem:
 
     # What the operator returns, in order.
     outputs: ClassVar[tuple[str, ...]]
-    # Outputs kept in fp32 whatever the inputs' dtype.
+    # Outputs that are fp32 for every input dtype.
     exact: ClassVar[tuple[str, ...]] = ()
-    # Outputs that are choices, integers: judged by `judge_choice`, for more than one may be right.
+    # Outputs that are choices, integers: judged by `judge_choice`, since more than one may be right.
     choices: ClassVar[tuple[str, ...]] = ()
     # Arguments with which the public function returns all of them, as the reference always does.
     returning: ClassVar[dict[str, Any]] = {}
@@ -44,13 +44,13 @@ class Problem:
         raise NotImplementedError
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
-        """The arguments that `tensors` become: each under its name, unless some reach the function inside another, such
-        as a model's weights.
+        """The arguments made from `tensors`: each under its name, unless some are passed inside another, such as a
+        model's weights.
         """
         return dict(tensors)
 
     def axes(self) -> dict[str, str]:
-        """What the axes of inputs and outputs are, a letter each: B batch, T tokens, H heads, D channels."""
+        """The axes of inputs and outputs, one letter each: B batch, T tokens, H heads, D channels."""
         raise NotImplementedError
 
     def offsets(self) -> dict[str, str]:
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """The most channels of an input: interpreted kernels run narrow problems only, by default."""
+        """The most channels of any input: by default interpreted kernels run narrow problems only."""
         raise NotImplementedError
 
     def tokens(self) -> tuple[int, ...]:
@@ -71,25 +71,25 @@ class Problem:
         raise NotImplementedError
 
     def check(self) -> None:
-        """A ValueError where the parameters do not go together."""
+        """A ValueError if the parameters do not fit together."""
 
     def floor(self, _name: str, _truth: Tensors, _inputs: Tensors) -> float:
-        """A relative error that the contract itself costs a result, whatever the implementation."""
+        """A relative error that the contract itself costs a result, in any implementation."""
         return 0.0
 
     def storage_cost(self, _truth: Tensors, _incoming: Tensors, _dtype: torch.dtype) -> Tensors | None:
-        """What a backward pays for starting from outputs as they are stored, rounded to `dtype`, as incoming gradients
-        with that effect.
+        """What a backward loses by starting from stored outputs, rounded to `dtype`, as incoming gradients with that
+        effect.
         """
         return None
 
     def judge_choice(self, _name: str, _actual: torch.Tensor, _inputs: Tensors, _dtype: torch.dtype) -> str:
-        """What is wrong with an integer output, a choice; empty where nothing is."""
+        """What is wrong with an integer output, a choice; empty if nothing is."""
         raise NotImplementedError
 
     def given_choice(self, _choices: Tensors) -> dict[str, torch.Tensor]:
-        """Arguments that make the reference use these choices, right or wrong, so that the rest is compared under the
-        same; none where it cannot.
+        """Arguments that make the reference use these choices, right or wrong, so that the rest is compared for the
+        same choices; none if it cannot.
         """
         return {}
 
@@ -161,7 +161,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, start: int) -> torch.Tensor:
-    """The same values as channels `start` and on of a wider tensor that holds NaN elsewhere."""
+    """The same values as the channels from `start` on of a wider tensor that holds NaN elsewhere."""
     wide = torch.full((*x.shape[:-1], -(-(start + x.shape[-1]) // 8) * 8 + 8), torch.nan, dtype=x.dtype)
     view = wide[..., start : start + x.shape[-1]]
     view.copy_(x)

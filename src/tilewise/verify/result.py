@@ -1,4 +1,4 @@
-"""What a check is, and what comes of it. Everything here can be pickled and written as JSON."""
+"""What a check is, and its result. Everything here can be pickled and written as JSON."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from tilewise.verify.compare import ATOL, RTOL, Comparison
 
 SEED = 42
 FAILURE, WARNING = "failure", "warning"
-# Besides a tensor's own (compare.py), what can be found.
+# What can be found besides a tensor's own statuses (compare.py).
 ERROR, CRASH, HANG = "error", "crash", "hang"
-# Verify's own failure, which is nobody's bug but ours.
+# Verify's own failure: our bug, not the implementation's.
 INTERNAL = "verify itself failed"
 UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
 UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
@@ -92,7 +92,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check."""
+    """The result of one check."""
 
     check: Check
     comparisons: tuple[Comparison, ...] = ()
@@ -112,7 +112,7 @@ class Result:
 
     @property
     def worst(self) -> Comparison | None:
-        """The first tensor that failed, else the one nearest to its limit."""
+        """The first tensor that failed, else the one closest to its limit."""
         failed = [c for c in self.comparisons if not c.passed]
         return (
             failed[0]
@@ -148,7 +148,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked, all of it passed, and no planted bug got away."""
+        """Whether something was checked, all of it passed, and no planted bug was missed."""
         return (
             bool(self.results or self.mutants)
             and all(result.passed for result in self.results)

@@ -1,6 +1,4 @@
-"""One check: the function under test beside the truth in fp64 and eager torch in the same precision, all with
-gradients.
-"""
+"""One check: the function under test against fp64 truth and eager torch in the same precision, all with gradients."""
 
 import time
 import traceback
@@ -36,13 +34,13 @@ from tilewise.verify.watch import Watch, grows_as_square, peak_memory
 from tilewise.workbench.operator import Operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Deterministic and independent of the batch order: shown in this dtype where interpretation makes every further run
-# dear.
+# Where kernels are interpreted and every further run is expensive, determinism and independence of the batch order are
+# checked in this dtype only.
 PROBED_DTYPE = "bf16"
 
 
 class Attempt(NamedTuple):
-    """One run of the function: its results, and what was found beside them."""
+    """One run of the function: its results, and other findings."""
 
     results: dict[str, torch.Tensor | None]
     findings: tuple[Finding, ...] = ()
@@ -59,7 +57,7 @@ class Runner:
     def run(self, check: Check) -> Result:
         """Make the check.
 
-        What the function raises is a finding; a ValueError says that the check itself names nothing.
+        What the function raises is a finding; a ValueError says that the check names no known case.
         """
         started = time.perf_counter()
         if check.case == GROWTH:
@@ -80,7 +78,7 @@ class Runner:
             call = partial(evaluate, sized, single.function, inputs, single.dtype, single.incoming)
             try:
                 if single.device.type == "cuda":
-                    # What compiling holds on to is not the method's.
+                    # Memory that compiling holds on to is not the method's.
                     call()
                 peaks.append(peak_memory(call, single.device))
             except Exception as error:
@@ -112,19 +110,19 @@ class _Single:
 
     @pinned()
     def inputs(self, around: float, contiguous: bool = False) -> Tensors:
-        """The inputs as the function gets them, in memory that holds `around` where they do not lie."""
+        """The inputs as the function gets them, in memory that holds `around` everywhere else."""
         return {
             name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around)
             for name, x in self._values.items()
         }
 
     def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
-        """The tensors' verdicts and what else was found."""
+        """The tensors' verdicts and other findings."""
         inputs = self.inputs(torch.nan)
         attempt = self._attempt(inputs, self.incoming)
         comparisons, findings = self._compare(attempt)
         if findings or not all(c.passed for c in comparisons):
-            # After an error in a kernel a GPU answers no more: this process is at its end, and its worker is replaced.
+            # After a kernel error the GPU context is dead: this process is done, and its worker is replaced.
             return comparisons, (
                 *findings,
                 *(self._causes(comparisons) if self.device.type == "cpu" or gpu_answers() else ()),
@@ -158,7 +156,7 @@ class _Single:
 
     @pinned()
     def _compare(self, attempt: Attempt) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
-        """Verdicts, and the attempt's findings with those on gradients that never arrive and on choices."""
+        """Verdicts, and the attempt's findings with those on missing gradients and on choices."""
         if not attempt.results:
             return (), attempt.findings
         findings = list(attempt.findings)
@@ -184,8 +182,8 @@ class _Single:
                     Finding(NO_GRADIENT, f"no gradient reaches {name[1:]} (--no-grad checks outputs alone)")
                 )
                 continue
-            # What is zero throughout, the gradient of a gate without a branch, is nothing that another tensor could
-            # hold by mistake.
+            # All-zero results, such as the gradient of a gate without a branch, are no candidates for what another
+            # tensor holds by mistake.
             others = {
                 other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())
             }
@@ -229,7 +227,7 @@ class _Single:
             for name, x in eager.items():
                 if name in self.problem.choices:
                     continue
-                # What is kept in fp32 is held to fp32's error; and where 16 bits lose all on the way, fp32 tells what
+                # fp32 results are held to fp32's error; and where 16 bits lose everything on the way, fp32 tells what
                 # rounding the result costs.
                 overflows = not bool(x.isfinite()[truth[name].isfinite()].all())
                 if name in self.problem.exact or overflows or not self._tells(name, truth[name], x):
@@ -237,7 +235,7 @@ class _Single:
         return truth, eager
 
     def _storage_cost(self, inputs: Tensors, given: dict[str, torch.Tensor], truth: Tensors) -> Tensors:
-        """By gradient: the error of starting from outputs as they are stored."""
+        """By gradient: the error of starting from stored outputs."""
         if self.incoming is None:
             return {}
         incoming = {
@@ -254,15 +252,15 @@ class _Single:
         return is_telling(truth, limits_from_eager(truth, eager, gradient=name not in self.problem.outputs))
 
     def _passes(self, attempt: Attempt, status: str = "") -> bool:
-        """Whether `status`, or with none given every failure, is gone."""
+        """Whether `status`, or every failure if none is given, is gone."""
         comparisons, findings = self._compare(attempt)
         if status:
             return bool(comparisons) and not any(c.failure and c.failure.status == status for c in comparisons)
         return not findings and all(c.passed for c in comparisons)
 
     def _causes(self, comparisons: tuple[Comparison, ...]) -> list[Finding]:
-        """Why it failed, tried out: what happens with harmless memory around the inputs, harmless fresh memory,
-        contiguous inputs.
+        """Tries out why it failed: reruns with harmless memory around the inputs, harmless fresh memory, contiguous
+        inputs.
         """
         findings = []
         if any(c.failure and c.failure.status == NON_FINITE for c in comparisons):
@@ -301,7 +299,7 @@ class _Single:
     def _reversed(self, first: Attempt, inputs: Tensors, allowed: dict[str, float]) -> list[Finding]:
         """The batch in reverse order must give the same bits, in reverse order.
 
-        torch's own products on a CPU may differ in the last bit with the place in memory: of others' implementations
+        torch's own matmuls on a CPU may differ in the last bit with the memory address: for others' implementations
         that is a warning.
         """
         if sequences(self.problem, inputs) < 2 or (
@@ -338,7 +336,7 @@ class _Single:
 
 
 def gpu_answers() -> bool:
-    """Whether the GPU still runs anything; true where there is none."""
+    """Whether the GPU still works; true if there is none."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -356,7 +354,7 @@ def _error(error: Exception) -> Finding:
 
 
 def _memory(x: torch.Tensor) -> torch.Tensor:
-    """All of the memory that x lies in, as bytes."""
+    """The whole allocation that x is in, as bytes."""
     return torch.tensor([], dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
@@ -369,7 +367,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bool:
-    """Whether the results differ by no more than rounding may."""
+    """Whether the results differ by rounding at most."""
     pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
     return all(
         x is None

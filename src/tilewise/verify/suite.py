@@ -20,7 +20,7 @@ from tilewise.verify.problem import Problem
 NAMED = ("small", "medium", "large", "xl", "xxl", "nsa-507")
 # Interpreted kernels run cases up to this many channels by default.
 INTERPRETED_WIDTH = 64
-# Seconds that one check may take before it counts as hanging.
+# Seconds that one check may take before it counts as a hang.
 TIME_LIMIT = 120.0
 LONG_TIME_LIMIT = 1800.0
 # The check that is not a case: how memory grows with the sequence.
@@ -43,9 +43,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug: in the source of `module` (under tilewise.ops), `old` is replaced by `new` wherever it stands.
+    """A planted bug: in the source of `module` (under tilewise.ops), every `old` is replaced by `new`.
 
-    With a `capability`, its kernels run on GPUs of that compute capability alone.
+    With a `capability`, its kernels run only on GPUs of that compute capability.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Mutant:
     capability: tuple[int, int] | None = None
 
     def plant(self, source: str) -> str:
-        """The source with the bug; a ValueError where `old` is not in it, for then nothing would be planted."""
-        # Spaces, line breaks and a comma before a closing bracket count alike, so that reformatting a kernel does not
-        # disarm a mutant.
+        """The source with the bug; a ValueError if `old` is not in it, since then nothing would be planted."""
+        # Differences in whitespace and trailing commas are ignored, so that reformatting a kernel does not disarm a
+        # mutant.
         pattern = r"\s+".join(re.escape(word) for word in self.old.split())
         pattern = re.sub(r"(\\[(\[])", r"\1\\s*", pattern)
         pattern = re.sub(r"(\\[)\]])", r",?\\s*\1", pattern)
@@ -73,7 +73,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Suite:
-    """All of one operator.
+    """All that verify needs of one operator.
 
     `draw` builds a problem from hypothesis's draw function; `growth` is the problem that memory is measured on.
     """
@@ -148,7 +148,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.SourceLoader):
     def __init__(self, filename: str, source: str) -> None:
         self._filename, self._source = filename, source
-        # Triton reads a kernel's source by the name of its file.
+        # Triton finds a kernel's source by its file name.
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
     def get_filename(self, _fullname: str) -> str:

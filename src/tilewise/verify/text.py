@@ -2,9 +2,9 @@
 
 A report as JSON.
 
-`report.schema.json` beside this file says what every field is; its version changes when a reader would have to.
+`report.schema.json` next to this file describes every field; its version changes when readers have to change.
 
-What failing cases have in common that passing ones have not.
+What failing cases have in common and passing ones do not.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def patterns(results: Sequence[Result]) -> list[str]:
     for (operator, implementation), group in groups.items():
         suite: Suite = workbench.find(operator).load("suite")
         failed = {result.check.case for result in group if not result.passed}
-        # A case with nothing but zeros in it passes whatever else is wrong.
+        # A case of nothing but zeros passes no matter what is wrong.
         passed = {result.check.case for result in group if any(c.max_diff for c in result.comparisons)} - failed
         common = _common([suite.find(name).problem for name in failed], [suite.find(name).problem for name in passed])
         if common:
@@ -46,7 +46,7 @@ def patterns(results: Sequence[Result]) -> list[str]:
 
 
 def _common(failed: Sequence[Problem], passed: Sequence[Problem]) -> str:
-    """The first trait, or pair of traits, that parts the two, given enough of both for it not to be chance."""
+    """The first trait, or pair of traits, that separates the two, with enough of both to rule out chance."""
     traits = _traits(failed[0]) if failed else []
     # Each trait by the failed cases that have it, and by the passed ones.
     table = [(name, [has(problem) for problem in failed], [has(problem) for problem in passed]) for name, has in traits]
@@ -97,7 +97,7 @@ def _any_length(test: Callable[[int, int], bool], tile: int, problem: Problem) -
 
 
 def result_lines(result: Result, verbose: bool) -> list[str]:
-    """One line, and all that is known where the check failed or `verbose` is on."""
+    """One line; all details if the check failed or `verbose` is on."""
     check = result.check
     name = f"{check.operator} {check.case:<15} {check.dtype:<4} {check.implementation!s:<20}"
     worst = result.worst
@@ -122,7 +122,7 @@ def mutant_line(mutant: MutantResult) -> str:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """The end of a run: the score of planted bugs, with the names of those that got away, and the verdict."""
+    """The end of a run: the score of planted bugs, with the names of those that were missed, and the verdict."""
     lines = []
     if report.mutants:
         away = [mutant.name for mutant in report.mutants if not mutant.caught]

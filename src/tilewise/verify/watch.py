@@ -1,7 +1,7 @@
-"""Fresh memory under watch: every tensor that Python code allocates holds NaN until written, and has guards that show a
-write beyond its ends.
+"""Watches fresh memory: every tensor that Python code allocates holds NaN until written, and has guards that show an
+out-of-bounds write.
 
-How much memory a call takes at its peak.
+Measures a call's peak memory.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 from tilewise.ops._host import backend
 from tilewise.verify.problem import GUARD
 
-# What torch calls fresh memory, and whether its contents are the caller's to write.
+# torch's functions that return fresh memory, and whether the caller is to fill it.
 _FACTORIES = {
     torch: {
         "empty": True,
@@ -32,13 +32,13 @@ _FACTORIES = {
 }
 _installing = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
-# Those in force, of all threads.
+# The active ones, of all threads.
 _watches: list["Watch"] = []
 
 
 class Watch:
-    """Inside `with Watch() as watch`, what this thread allocates is watched, and what a backward allocates in torch's
-    own threads; Python's other threads are not. `fill` is what unwritten memory holds.
+    """Inside `with Watch() as watch`, allocations of this thread are watched, and those of a backward in torch's own
+    threads; Python's other threads are not. `fill` is what unwritten memory holds.
     """
 
     def __init__(self, fill: float = torch.nan) -> None:
@@ -57,10 +57,10 @@ class Watch:
         self._stack.close()
 
     def overrun(self) -> str:
-        """What was written beyond the ends of an allocation; empty where nothing was."""
+        """Writes beyond the ends of an allocation; empty if there were none."""
         for memory, span, shape in self._allocations:
             if memory.untyped_storage().nbytes() != memory.numel() * memory.element_size():
-                # Resized, by `out=` for one: its guards are gone with the memory that it had.
+                # Resized, by `out=` for example: its guards went with its old memory.
                 continue
             bits = memory.view(torch.uint8).reshape(-1, memory.element_size())
             untouched = _pattern(memory, self._fill)[:1].view(torch.uint8)
@@ -86,7 +86,7 @@ class Watch:
 
 
 def _current() -> Watch | None:
-    """The watch of this thread; in a thread of autograd's, which belongs to no one, the newest of all."""
+    """The watch of this thread; in an autograd thread, which belongs to no one, the newest of all."""
     ident = threading.get_ident()
     found = next((watch for watch in reversed(_watches) if watch._thread == ident), None)
     if found is None and _watches and torch._C._current_graph_task_id() >= 0 and not _is_python_s(ident):
@@ -102,7 +102,9 @@ def _is_python_s(ident: int) -> bool:
 
 
 def _install(watch: Watch) -> None:
-    """While anyone watches, torch's factories ask who does. Watches of threads may overlap: the last takes it away."""
+    """While any watch is active, torch's factories look it up. Watches of threads may overlap: the last one removes the
+    hook.
+    """
     with _installing:
         _watches.append(watch)
         if len(_watches) > 1:
@@ -130,7 +132,7 @@ def _watched(original: Callable[..., torch.Tensor], unwritten: bool) -> Callable
     @functools.wraps(original)
     def allocate(*arguments: Any, **named: Any) -> torch.Tensor:
         fresh = original(*arguments, **named)
-        # Not while torch.compile traces, which cannot look at what a thread keeps.
+        # Not while torch.compile traces: it cannot read thread-local state.
         watch = None if torch.compiler.is_compiling() else _current()
         if watch is None or not _is_plain(fresh) or named.get("pin_memory") or named.get("out") is not None:
             return fresh
@@ -140,7 +142,7 @@ def _watched(original: Callable[..., torch.Tensor], unwritten: bool) -> Callable
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether x is an ordinary tensor with memory of its own: not one that torch.compile or a fake mode traces with."""
+    """Whether x is an ordinary tensor with its own memory: not one that torch.compile or a fake mode traces with."""
     if type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._are_functorch_transforms_active() or x.numel() == 0:
@@ -151,28 +153,26 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def _pattern(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """One element of what unwritten memory of x's dtype holds: `fill`, or for integers the largest one."""
+    """One element of unwritten memory of x's dtype: `fill`, or the largest value for integers."""
     value = fill if x.is_floating_point() else torch.iinfo(x.dtype).max if fill != 0 else 0
     return torch.scalar_tensor(value, dtype=x.dtype, device=x.device).reshape(1)
 
 
-# A matrix of T² elements has at least a byte for each; half of that is no rounding of an allocator.
+# A matrix of T² elements takes at least a byte each; half of that is more than an allocator's rounding.
 SQUARE_BYTES = 0.5
 # An allocation that opens a profile, of a size that no tensor has: what is in use after it was in use before.
 FIRST_BYTES = 100_003
 
 
 def grows_as_square(peaks: list[int], tokens: int) -> bool:
-    """Whether peaks at T, 2T and 4T tokens hold a part that grows as T²: their second difference is that
-    part's alone.
-    """
+    """Whether peaks at T, 2T and 4T tokens contain a T² term: their second difference is that term alone."""
     one, two, four = peaks
     square = ((four - two) - 2 * (two - one)) / 6
     return square > SQUARE_BYTES * tokens**2
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that torch allocates while `call` runs, at the most at once."""
+    """Peak bytes that torch allocates while `call` runs."""
     with _no_collection():
         return _peak(call, device)
 
@@ -186,7 +186,7 @@ def _peak(call: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     threads = torch.get_num_threads()
-    # Longer inputs occupy more threads, each with memory of its own: that is not growth of the method.
+    # Longer inputs use more threads, each with its own memory: that is not growth of the method.
     torch.set_num_threads(1)
     try:
         with _profile() as profile:
@@ -195,13 +195,13 @@ def _peak(call: Callable[[], object], device: torch.device) -> int:
             del first
     finally:
         torch.set_num_threads(threads)
-    # The allocator's own totals: by their times, which a busy machine mixes up, events would not add up.
+    # The allocator's own totals: a busy machine mixes up event times, and a sum over events would be wrong.
     totals = _totals(profile)
     return max(totals.values()) - totals[FIRST_BYTES]
 
 
 def _totals(profile: Any) -> dict[int, int]:
-    """By the size of an allocation on the CPU, the most bytes that were in use after one of that size."""
+    """By size of a CPU allocation, the most bytes in use after one of that size."""
     from torch._C._profiler import _EventType
 
     most: dict[int, int] = {}
@@ -217,7 +217,7 @@ def _totals(profile: Any) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """What earlier calls left in cycles is gone, and what the call leaves stays: else the peak would depend on when
+    """Frees what earlier calls left in cycles, and collects nothing during the call: else the peak would depend on when
     Python collects.
     """
     gc.collect()
@@ -232,7 +232,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profile() -> Iterator[Any]:
-    """torch's profiler of memory, without the messages that it writes past Python as it starts and stops."""
+    """torch's memory profiler, without the messages that it writes past Python as it starts and stops."""
     profile = torch.autograd.profiler.profile(profile_memory=True)
     with _no_output():
         profile.__enter__()
@@ -245,7 +245,7 @@ def _profile() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _no_output() -> Iterator[None]:
-    """For the whole process, and so for a moment only: what other threads print meanwhile is lost."""
+    """For the whole process, so only briefly: what other threads print meanwhile is lost."""
     saved = [os.dup(number) for number in (1, 2)]
     with open(os.devnull, "wb") as nowhere:
         for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Checks in processes of their own: one that crashes or hangs is a finding, and is replaced."""
+"""Checks in separate worker processes: one that crashes or hangs is a finding, and is replaced."""
 
 import contextlib
 import multiprocessing
@@ -24,7 +24,7 @@ from tilewise.workbench.operator import UsageError
 START_LIMIT = 120.0
 # Each of them imports torch.
 MOST_WORKERS = 8
-# Of a GPU's free memory, for each process that plants a bug: several times what a context and the largest case take.
+# Free GPU memory needed per process that plants a bug: several times what a context and the largest case take.
 GPU_BYTES = 8 << 30
 _starting = threading.Lock()
 
@@ -51,7 +51,7 @@ class _Setup(NamedTuple):
 
 
 def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
-    """Each job's results, in order. A UsageError tells that the implementation cannot be loaded or called."""
+    """Each job's results, in order. A UsageError says that the implementation cannot be loaded or called."""
     on_gpu = any(job.checks[0].implementation.device == "cuda" for job in jobs if job.checks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores, MOST_WORKERS, _places_on_gpu(jobs) if on_gpu else MOST_WORKERS)
@@ -62,16 +62,16 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     try:
         yield from pool.map(slots.run, jobs)
     finally:
-        # A connection is closed when no thread reads it: the number of its file might by then be another file's.
+        # A connection is closed only when no thread reads it: else its file descriptor may be reused during the read.
         slots.end()
         pool.shutdown(wait=True, cancel_futures=True)
         slots.close()
 
 
 def _places_on_gpu(jobs: Sequence[Job]) -> int:
-    """How many processes may share a GPU: one, so that memory is there and a crash takes nobody else along.
+    """How many processes may share a GPU: one, so that it has enough memory and a crash hits no other check.
 
-    Planted bugs, most of whose time goes into compiling, may have company where each has memory enough.
+    Planted bugs, which mostly compile, may share it if each has enough memory.
     """
     if not all(job.mutant for job in jobs):
         return 1
@@ -94,7 +94,7 @@ def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]
 
 
 class _Slots:
-    """One process for each thread that runs jobs, kept while jobs ask for the same setup."""
+    """One process per thread that runs jobs, kept while jobs need the same setup."""
 
     def __init__(self, threads: int, cases: Iterable[str]) -> None:
         self._threads = threads
@@ -119,13 +119,13 @@ class _Slots:
         return results
 
     def end(self) -> None:
-        """No process goes on, and no other is started; who waits for one learns that it has ended."""
+        """Stop all processes and start no others; threads waiting for one see that it has ended."""
         self._ended = True
         for process in self._all:
             process.kill()
 
     def close(self) -> None:
-        """After `end`, when nobody waits any more."""
+        """Called after `end`, when no thread waits any more."""
         for process in self._all:
             process.stop()
 
@@ -136,7 +136,7 @@ class _Slots:
                 current.stop()
             self._own.process = current = _Process(setup)
             self._all.append(current)
-            # Ended in the meantime: nobody else would stop it.
+            # Ended in the meantime: nothing else would stop it.
             if self._ended:
                 current.stop()
             current.wait_until_ready()
@@ -149,7 +149,7 @@ class _Process:
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
-            # The server imports what takes seconds, once; it runs nothing, so that a fork of it is sound.
+            # The server imports the slow modules once; it runs nothing, so that forking it is safe.
             context.set_forkserver_preload(["torch", "triton"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
@@ -179,7 +179,7 @@ class _Process:
         return bool(self._process.is_alive())
 
     def run(self, check: Check) -> Result:
-        # Read when it is needed, for a test shortens it.
+        # Read on use, since a test shortens it.
         limit = suite.TIME_LIMIT if check.case == GROWTH else _suite(check.operator).find(check.case).time_limit
         limit *= check.settings.repeat or 1
         started = time.perf_counter()
@@ -206,7 +206,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """A child imports its parent's main module again, and a script without a guard would run itself: here it finds
+    """A child re-imports its parent's main module, and a script without a main guard would run itself: here it finds
     none.
     """
     main = sys.modules["__main__"]
@@ -228,7 +228,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _serve(connection: Connection, setup: _Setup) -> None:
-    """The child: load the implementation, say what is wrong with it or nothing, then answer checks."""
+    """The child: load the implementation, report an error if there is one, then answer checks."""
     # What an implementation prints is not part of the report.
     os.dup2(2, 1)
     operator = workbench.find(setup.operator)
@@ -240,7 +240,7 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     import torch
 
     torch.set_num_threads(setup.threads)
-    # Repaired for the implementation's own kernels too, which may never meet an operator of ours.
+    # Repaired for the implementation's own kernels too, which may never import an operator of ours.
     interpreter.use_where_no_gpu()
     try:
         function = load_function(operator, setup.implementation)
@@ -260,6 +260,6 @@ def _serve(connection: Connection, setup: _Setup) -> None:
                 if not gpu_answers():
                     return
             except Exception:
-                # What an implementation raises is a finding already: this is verify's own failure, and must not pass
-                # for a crash of the other.
+                # What an implementation raises is a finding already: this is verify's own failure, and must not count
+                # as a crash of the implementation.
                 connection.send(traceback.format_exc())

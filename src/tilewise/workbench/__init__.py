@@ -1,8 +1,8 @@
-"""Operators by name: what verify, trace, bench, inspect and warmup need of each stands in one declaration."""
+"""Operators by name: one declaration holds what verify, trace, bench, inspect and warmup need of each."""
 
 from tilewise.workbench.operator import Operator, UsageError, load
 
-# Declarations, imported when they are asked for.
+# Declarations, imported on first use.
 OPERATORS = {
     "flash": "tilewise.workbench.flash:FLASH",
     "flash-hopper": "tilewise.workbench.flash:HOPPER",

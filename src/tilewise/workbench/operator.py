@@ -1,4 +1,4 @@
-"""What the workbench knows of an operator: one declaration, whose parts are imported when they are asked for."""
+"""What the workbench knows of an operator: one declaration, whose parts are imported on first use."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """What was asked for cannot be run; the message says what to do."""
+    """The request cannot be run; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """In place of a part that an operator does not have: why not, in words that fit behind a colon."""
+    """In place of a part that an operator does not have: why not, in words that fit after a colon."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Configurations:
-    """Every tile configuration of an operator's table, once; and `run`, which gives what one makes on a problem, small
-    or not, filled by a rule.
+    """Every tile configuration of an operator's table, once; and `run`, which returns the results of one on a problem,
+    small or not, filled by a rule.
     """
 
     entries: "Callable[[], Sequence[Entry]]"
@@ -41,8 +41,8 @@ class Configurations:
 class Tracing:
     """How an operator is traced: `trace` gives its programs, and in words what they work on.
 
-    `refuses` are the fields of a request that mean nothing to it; without `taps` its kernels can be traced interpreted
-    alone.
+    `refuses` are the fields of a request that do not apply to it; without `taps` its kernels can be traced in the
+    interpreter only.
     """
 
     trace: "Callable[[Request], tuple[list[Traced], dict[str, str]]]"

@@ -15,15 +15,15 @@ class Tiles(Protocol):
 
     @property
     def block_m(self) -> int:
-        """Queries a tile."""
+        """Queries per tile."""
 
     @property
     def block_n(self) -> int:
-        """Keys a tile."""
+        """Keys per tile."""
 
     @property
     def num_warps(self) -> int:
-        """Warps of a program."""
+        """Warps per program."""
 
     @property
     def num_stages(self) -> int:
@@ -31,7 +31,7 @@ class Tiles(Protocol):
 
     @property
     def tma(self) -> bool:
-        """Whether tiles come through tensor descriptors."""
+        """Whether tiles are loaded through tensor descriptors."""
 
 
 Config = TypeVar("Config", bound=Tiles)
@@ -39,7 +39,7 @@ Config = TypeVar("Config", bound=Tiles)
 
 @dataclass(frozen=True)
 class TiledEntry(Generic[Config]):
-    """One configuration: the kernel it is for, bytes an element, channels, the tiles, and the families of GPUs that it
+    """One configuration: the kernel it is for, bytes per element, channels, the tiles, and the families of GPUs that it
     is chosen for.
     """
 
@@ -63,7 +63,7 @@ class TiledEntry(Generic[Config]):
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its products."""
+        """Of one step: 2 per multiply-add of its products."""
         products = {"fwd": 2, "dkdv": 4, "dq": 3}[self.kernel]
         return 2 * products * self.config.block_m * self.config.block_n * self.channels
 
@@ -75,7 +75,7 @@ class TiledEntry(Generic[Config]):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        """Bytes that the tiles themselves take, by count: resident ones, and those in flight (a pipeline of n stages
         holds n - 1 ahead).
         """
         block_d, block_dv = tile_widths(self.channels, self.channels, self.element_size)

@@ -1,4 +1,4 @@
-"""Block-sparse attention's cases, beside dense HSTU attention over the same q, k and v."""
+"""Block-sparse attention's cases, compared with dense HSTU attention over the same q, k and v."""
 
 import torch
 

@@ -14,7 +14,7 @@ from tilewise.workbench.bsa import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
 GATES = ("cmp", "slc", "swa")
-# More heads than this are not tried for each other's choice; and of those that hold another's, so many are named.
+# With more heads than this, heads are not tried for each other's choice; and at most this many wrong ones are named.
 MAX_SEARCHED = 16
 MAX_LISTED = 4
 # Roundings in fp32 that a gate's gradient may be off by.
@@ -26,10 +26,10 @@ class Bsa(Problem):
     """T tokens, or packed sequences of `lengths`; Dv is D where 0; `size` multiplies q; `gates` is all, none, or some
     joined by + (`cmp+swa`).
 
-    Layer norm takes back any factor that all channels of a token share. So with one head the gates' gradients are about
-    zero, as q's and k's are with one head and one token, and nothing could be told from them: take two heads or more,
-    or `gates=none`. And it takes back what they have in common: a fill by rule makes neighbours so alike that in the
-    wider cases little more than rounding is left of some gradients, which verify then says.
+    Layer norm cancels any factor that all channels of a token share. So with one head the gates' gradients are about
+    zero, as q's and k's are with one head and one token, and they could tell nothing: use two heads or more, or
+    `gates=none`. It also cancels what channels have in common: a fill by rule makes neighbours so alike that in the
+    wider cases some gradients are little more than rounding, which verify then reports.
     """
 
     outputs = ("o", "block_indices")
@@ -65,7 +65,7 @@ class Bsa(Problem):
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
         rows = (sum(self.lengths), self.H) if self.lengths else (self.B, self.T, self.H)
         mixed, start = self.layout != "plain", 3 if self.layout == "mixed" else 8
-        # One batch entry of keys, expanded, serves all: packed tokens have no batch to expand over.
+        # One batch entry of keys is expanded to all: packed tokens have no batch to expand over.
         shared = mixed and not self.lengths
         values = self.Dv or self.D
         q = fill("q", (*rows, self.D), self.size)
@@ -86,7 +86,7 @@ class Bsa(Problem):
         }
 
     def options(self) -> dict[str, Any]:
-        """What must be given, gates of None too; the rest only where it differs from the defaults, so that an
+        """Required arguments, including gates of None; the rest only where it differs from the defaults, so that an
         implementation may lack it.
         """
         options: dict[str, Any] = {f"g_{name}": None for name in GATES if f"g_{name}" not in self._given_gates()}
@@ -104,7 +104,7 @@ class Bsa(Problem):
         return tensors | {"block_indices": f"{batch}HTS"}
 
     def offsets(self) -> dict[str, str]:
-        """Where packed, everything by the same offsets."""
+        """If packed, everything by the same offsets."""
         return dict.fromkeys(self.axes(), "seq_offsets") if self.lengths else {}
 
     @property
@@ -123,9 +123,9 @@ class Bsa(Problem):
     def floor(self, name: str, _truth: Tensors, _inputs: Tensors) -> float:
         """What fp32 itself costs gradients.
 
-        A gate's is a sum over channels of which layer norm leaves the smaller part: roundings of what cancels show in
-        the rest. Those of q and k hold SiLU's slope, which changes by up to half of a score's error; and scores, of
-        about 4 · size at the most, are kept to eps of themselves.
+        A gate's is a sum over channels of which layer norm leaves the smaller part: rounding of what cancels shows in
+        the rest. Those of q and k contain SiLU's slope, which changes by up to half of a score's error; and scores, at
+        most about 4 · size, are accurate to eps of themselves.
         """
         roundings = {"dq": 2 * self.size, "dk": 2 * self.size}.get(
             name, GATE_ROUNDINGS if name.startswith("dg_") else 0
@@ -138,12 +138,12 @@ class Bsa(Problem):
         return self.B, self.H, self.T, min(self.count, -(-self.T // self.block))
 
     def judge_choice(self, _name: str, actual: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> str:
-        """By score; with interleave, head 2i+1 by the scores of head 2i, whose choice it takes."""
+        """By score; with interleave, head 2i+1 by the scores of head 2i, whose choice it uses."""
         if tuple(actual.shape) != self._choice_shape():
             return f"shape {list(actual.shape)}, expected {list(self._choice_shape())}"
         if actual.dtype != torch.int32:
             return f"dtype {actual.dtype}, expected {torch.int32}"
-        # Only now: a bug is planted in a process that has loaded the suite and nothing of tilewise.ops.
+        # Imported only here: a bug is planted in a process that has loaded the suite and nothing of tilewise.ops.
         from tilewise.ops.bsa.reference import choice_scores
 
         def scores(compute_dtype: torch.dtype) -> torch.Tensor:
@@ -188,14 +188,12 @@ class Bsa(Problem):
 
 
 def _between_0_and_1(gate: torch.Tensor) -> torch.Tensor:
-    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule
-    says.
-    """
+    """Gates as a model makes them, by a sigmoid; a fill by rule is between 0 and 1 already, and is left as it is."""
     return gate if bool(((gate >= 0) & (gate <= 1)).all()) else gate.sigmoid()
 
 
 def _whose(actual: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, own: list[int]) -> str:
-    """Which other head's choice a wrong head holds; empty where none does."""
+    """Which other head's choice a wrong head holds; empty if none."""
     heads = len(own)
     if heads > MAX_SEARCHED:
         return ""
@@ -246,8 +244,8 @@ CASES = (
     _case("strided", "transposed q and u, an expanded k, a cut v, cut gates", B=2, T=35, layout="mixed", window=9),
     _case("strided-aligned", "the same on lines of 16 bytes, D 72", B=2, T=56, D=72, layout="mixed-aligned", window=9),
     _case("packed", "lengths 0, 37, 1, 0, 49 of one batch", lengths=(0, 37, 1, 0, 49), Dv=24),
-    # Lengths at which no token's compressed branch is nearly zero: layer norm would divide by that, and one element's
-    # luck in rounding decide.
+    # Lengths at which no token's compressed branch is nearly zero: layer norm would divide by that, and the rounding of
+    # one element would decide.
     _case(
         "packed-window",
         "packed, a window of 9 keys, each head by itself",
@@ -268,8 +266,8 @@ CASES = (
 def draw(draw: Callable[[Any], Any]) -> Bsa:
     """A problem of any shape, small enough to interpret.
 
-    With fewer heads, channels or tokens, all channels of a token may happen to lie near zero, and layer norm magnifies
-    what is lost there, in eager torch by chance less than elsewhere: no measure of what may be lost.
+    With fewer heads, channels or tokens, all channels of a token may happen to be near zero, and layer norm magnifies
+    the error there, in eager torch by chance less than elsewhere: then eager's error is no measure of the tolerance.
     """
     from hypothesis import strategies as st
 

@@ -14,10 +14,9 @@ from tilewise.workbench.bsa import planted
 from tilewise.workbench.bsa.cases import GATE_ROUNDINGS
 
 LAYOUTS = ("plain", "cut")
-# The best block's score for a query of length 1, and how much better one block is than the next: far more than rounding
-# in 16 bits.
+# The best block's score for a query of length 1, and the gap from one block to the next: far above rounding in 16 bits.
 BEST, RATIO = 4.0, 2.0**0.5
-# With more, the worst scores would be lost beside what rounding leaves of the other channels.
+# With more, the worst scores would be lost in the rounding of the other channels.
 MAX_BLOCKS = 12
 
 
@@ -26,12 +25,12 @@ class HstuBsa(Problem):
     """Packed sequences of `lengths`, padded to `n` (0: to the longest); Dv is D where 0; `layout` cut takes q, k, v and
     u out of wider tensors.
 
-    The choice of blocks is not returned, so that it cannot be judged, and inputs leave no doubt about it. Two channels
-    decide. In each of them all keys of a block hold the same number, and no two blocks of a head numbers that are near
-    each other; the other channels of a block's keys have mean 0; and each query is 0 in one of the two, so that queries
-    of a head choose by two different orders. Gates are made of q times weights, which are inputs like the others: what
-    reaches their gradient has come through the gates. Each sequence has weights of its own, for a sum over all of them
-    would change with their order.
+    The choice of blocks is not returned and cannot be judged, so the inputs make it unambiguous. Two channels decide.
+    In each of them all keys of a block hold the same number, and no two blocks of a head have numbers close to each
+    other; the other channels of a block's keys have mean 0; and each query is 0 in one of the two, so that queries of a
+    head choose by two different orders. Gates are made of q times weights, which are inputs like the others: their
+    gradient has come through the gates. Each sequence has its own weights, since a sum over all sequences would change
+    with their order.
     """
 
     outputs = ("attn_output", "padded_q", "padded_k")
@@ -140,7 +139,7 @@ class HstuBsa(Problem):
 class _GateModel:
     """Maps padded_q [B, n, H, D] to three gates [B, n, H] between 0 and 1, by weights [B, 3, H, D].
 
-    By sums, products and quotients alone: a CPU's sigmoid differs in the last bit with the place in memory, so with the
+    Only by sums, products and quotients: a CPU's sigmoid differs in the last bit with the memory address, so with the
     order of the batch.
     """
 

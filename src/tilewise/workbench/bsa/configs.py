@@ -19,8 +19,8 @@ from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outco
 from tilewise.workbench.nsa.configs import CARDS
 from tilewise.workbench.operator import Configurations
 
-# Blocks of BLOCK keys, of which COUNT are attended to; of SMALL_BLOCK, so that few tokens make two tiles of them, where
-# blocks are chosen.
+# COUNT blocks of BLOCK keys are attended to; where blocks are chosen they have SMALL_BLOCK keys, so that few tokens
+# make two tiles of them.
 HEADS, BLOCK, COUNT, SMALL_BLOCK = 2, 32, 3, 4
 
 
@@ -42,20 +42,20 @@ class Entry(NamedTuple):
 
     @property
     def _keys(self) -> int:
-        """Keys a tile: blocks, or a block of BLOCK, or the parts that it is cut into on the first of its families."""
+        """Keys per tile: blocks, or a block of BLOCK, or the parts it is split into on the first of its families."""
         if self.kernel == "choose":
             return self.config.block_n
         return BLOCK // parts_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its products."""
+        """Of one step: 2 per multiply-add of its products."""
         products = {"selected_fwd": 2, "selected_bwd": 5, "choose": 1}[self.kernel]
         return 2 * products * self.config.block_m * self._keys * self.channels
 
     @property
     def _tiles(self) -> tuple[int, int]:
-        """Rows of all tiles that stay, and of all that stream."""
+        """Rows of all resident tiles, and of all streamed tiles."""
         rows, keys = self.config.block_m, self._keys
         return {"selected_fwd": (2 * keys, rows), "selected_bwd": (2 * keys, 2 * rows), "choose": (rows, keys)}[
             self.kernel
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        """Bytes that the tiles themselves take, by count: resident ones, and those in flight (a pipeline of n stages
         holds n - 1 ahead).
         """
         stay, stream = self._tiles
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
     @property
     def families(self) -> list[Family]:
-        """Those of GPUs that it is chosen for."""
+        """GPU families that it is chosen for."""
         return [
             family
             for family, card in CARDS.items()
@@ -90,7 +90,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """Every configuration of the table as some card takes it, once."""
+    """Every configuration of the table as some card uses it, once."""
     rows = [(kernel, size, channels, card) for card in CARDS.values() for size, kernel in TABLE for channels in WIDTHS]
     found = dict.fromkeys(
         Entry(kernel, size, channels, configs.choose(kernel, channels, size, card))
@@ -100,7 +100,7 @@ def entries() -> list[Entry]:
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome] | list[Choice]:
-    """What this configuration makes; `small` is two tiles of queries, else 37 tokens more."""
+    """The results of this configuration; `small` is two tiles of queries, else 37 tokens more."""
     with as_if_on(CARDS[entry.families[0]]):
         return (
             _choose(entry, small, fill_rule, device)
@@ -113,8 +113,8 @@ def _attend(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
     shape = (1, 2 * max(entry.config.block_m, BLOCK) + (0 if small else 37), HEADS, entry.channels)
     q, k, v, u, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, u=shape, do=shape)
     options = Options(COUNT, BLOCK, 0, entry.channels**-0.5, interleave=True)
-    # A compressed branch of 0 leaves the selected one alone: its own rounding, which layer norm may make large, would
-    # hide what is wrong.
+    # A compressed branch of 0 leaves only the selected one: the rounding of the former, which layer norm may magnify,
+    # would hide errors.
     gates = (torch.zeros_like(q[..., 0]), None, None)
     made = launch.forward(q, k, v, u, gates, None, options)
 

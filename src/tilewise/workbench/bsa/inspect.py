@@ -51,7 +51,7 @@ def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
 
 def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """One tile configuration of the choice of blocks or of attention to them."""
-    # As a card launches it whose table has it.
+    # As launched on a card whose table has it.
     card = architecture if family(architecture) in entry.families else CARDS[entry.families[0]]
     found = _both(card, label, dtype, entry.channels, entry.channels, BLOCK, packed=False)
     return [one for one in found if one.launch.kernel.__name__ == KERNELS[entry.kernel]]

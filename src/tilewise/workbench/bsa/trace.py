@@ -114,17 +114,17 @@ class Case:
 
     @property
     def shared(self) -> int:
-        """Neighbouring heads that have one choice."""
+        """Neighbouring heads that share one choice."""
         return 2 if self.options.interleave else 1
 
     @cached_property
     def results(self) -> Results:
-        """What the whole forward makes, the choice of blocks too."""
+        """The results of the whole forward, the choice of blocks too."""
         return launch.forward(self.q, self.k, self.v, self.u, (*self.gates, None), None, self.options)
 
     @cached_property
     def inputs(self) -> selected.Inputs:
-        """The selected branch as the launcher takes it, on these tiles in place of those that configs choose."""
+        """The selected branch as the launcher takes it, on these tiles instead of those from configs."""
         block_m = self.block_m
 
         class Tiled(selected.Inputs):
@@ -138,7 +138,7 @@ class Case:
 
     @property
     def tiling(self) -> Tiling:
-        """As the simulation takes it: blocks may be cut into parts for the kernels."""
+        """As the simulation takes it: the kernels may split blocks into parts."""
         return Tiling(self.block_m, self.inputs.named.block_size)
 
     def chosen(self, head: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Case:
 
 
 def _only_existing(case: Case, segment: Segment) -> Fit:
-    """Of a tile of rows those of entries that there are."""
+    """Of a tile of rows those whose entries exist."""
     entries = len(segment.entries)
 
     def fit(name: str, step: int | None, x: np.ndarray) -> np.ndarray:
@@ -271,7 +271,7 @@ def trace_backward(
 ) -> list[Traced]:
     """One segment of a block's list, and the sum of what tokens' entries left of dQ.
 
-    `do` is the gradient of the selected branch's output, `base` what another branch left of dQ.
+    `do` is the gradient of the selected branch's output, `base` what another branch already wrote to dQ.
     """
     all_segments = case.segments()
     segment = all_segments[segment_number]
@@ -326,7 +326,7 @@ HEADS, CHANNELS, COUNT = 4, 64, 3
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
-    """The programs asked for, and what they work on."""
+    """The requested programs, and what they work on."""
     case = _case(request)
     if not 0 <= request.head < HEADS:
         raise UsageError(f"there is no head {request.head}: expected 0 to {HEADS - 1}")
@@ -336,7 +336,7 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
             f"head {request.head} has {len(segments)} programs: expected --program 0 to {len(segments) - 1}"
         )
     tokens, block_size = case.q.shape[1], case.options.block_size
-    # The sums' programs come round again.
+    # The sums' program numbers wrap around.
     numbers = segments[request.program], request.program % -(-tokens * HEADS // SUMMED_ROWS)
     about = {
         "tiles": f"{case.block_m} rows × blocks of {block_size} keys",

@@ -24,7 +24,7 @@ def cases() -> Iterator[Case]:
     def on_hopper(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None) -> None:
         call(q, k, cu, causal=True)
         call(q, k, cu, left=6_000_000, right=2_000_000)
-        # In a free order, sums are cleared before; without groups and a mask, tile by tile.
+        # In free order, sums are zeroed first; without groups and a mask, tile by tile.
         call(q, k, cu, deterministic=False, causal=True)
         call(q, q, cu, deterministic=False)
 
@@ -34,12 +34,12 @@ def cases() -> Iterator[Case]:
             rows(KEY_HEADS, packed=packed, stride=stride),
             offsets(packed),
         )
-        # Hopper has its own kernels, below; Blackwell reads with descriptors too.
+        # Hopper has its own kernels, below; Blackwell loads through descriptors too.
         portable = 100 if architecture == 90 else architecture
         yield Case(f"{words}, causal", portable, partial(call, q, k, cu, causal=True))
         yield Case(f"{words}, a wide window", portable, partial(call, q, k, cu, left=6_000_000, right=2_000_000))
     for packed in (False, True):
-        # As many heads as Hopper's backward takes of so many tokens.
+        # The most heads that Hopper's backward takes for this many tokens.
         heads = 192 if packed else 96
         q, k, cu = rows(heads, packed=packed), rows(heads // 4, packed=packed), offsets(packed)
         yield Case(f"{in_words(packed, heads=heads)}, Hopper's own kernels", 90, partial(on_hopper, q, k, cu))

@@ -21,7 +21,7 @@ def describe(problem: Problem) -> Dense:
 
 
 def pairs(problem: Problem, tensors: Tensors, _outputs: Tensors) -> int:
-    """What the mask leaves."""
+    """The pairs that the mask keeps."""
     dense = describe(problem)
     return window_pairs(tensors["q"], tensors["k"], dense.lengths, dense.left, dense.right, dense.lengths_k)
 

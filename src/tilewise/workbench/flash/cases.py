@@ -79,7 +79,7 @@ class Flash(Problem):
         return {"q": "BTHD", "k": "BTHD", "v": "BTHD", "o": "BTHD", "lse": "BHT"}
 
     def offsets(self) -> dict[str, str]:
-        """Queries and results by the queries' offsets, keys and values by theirs."""
+        """Queries and results by the queries' offsets, keys and values by the keys'."""
         if not self.lengths:
             return {}
         return {
@@ -123,8 +123,8 @@ class Flash(Problem):
         """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that
         into a relative error.
 
-        Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping
-        probabilities, does not pay.
+        Gradients also start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, an error that eager torch, which
+        keeps probabilities, does not have.
         """
         eps = torch.finfo(torch.float32).eps
         scale = self.D**-0.5 if self.scale is None else abs(self.scale)
@@ -137,10 +137,11 @@ class Flash(Problem):
         return score if name in self.outputs else score + eps * largest
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
-        """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE
-        does, with the other sign.
+        """delta = rowsum(o · do) is computed from the rounded o and summed in fp32, and enters like a gradient of the
+        LSE, with the other sign.
 
-        Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
+        Eager torch, which keeps probabilities, does not have this error; it shows where keys are alike and gradients
+        cancel.
         """
         products = truth["o"] * incoming["o"]
         lost = ((truth["o"].to(dtype).double() - truth["o"]) * incoming["o"]).sum(-1) + torch.finfo(

@@ -1,4 +1,4 @@
-"""Flash attention's tile configurations, each run on a problem of its own."""
+"""Flash attention's tile configurations, each run on its own problem."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def entries() -> list[Entry]:
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes; `small` is two tiles each way, else 37 tokens more."""
+    """The tensors that this configuration computes; `small` is two tiles each way, else 37 tokens more."""
     tokens = 2 * max(entry.config.block_m, entry.config.block_n) + (0 if small else 37)
     shape = (1, tokens, HEADS, entry.channels)
     q, k, v, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, do=shape)
@@ -40,7 +40,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
 
 
 def outcomes(entry: Entry, inputs: launch.Inputs, do: torch.Tensor, reference: Reference) -> list[Outcome]:
-    """The tensors that this configuration makes of `inputs`, beside fp64 truth and eager torch's."""
+    """The tensors that this configuration computes from `inputs`, next to fp64 truth and eager torch's."""
     q, k, v, config, device = inputs.q, inputs.k, inputs.v, entry.config, inputs.q.device
     if config.tma and (device.type != "cuda" or architecture(device) < 90):
         config = config._replace(tma=False)

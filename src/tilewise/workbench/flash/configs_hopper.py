@@ -1,5 +1,5 @@
-"""Tiles of flash attention's kernels for Hopper, each run on a problem of its own; they have no interpreter, and want
-such a GPU.
+"""Tiles of flash attention's kernels for Hopper, each run on its own problem; they have no interpreter, and need such a
+GPU.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
     from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
-# So many that a program takes several blocks of keys: the third is the first to use a place again.
+# Enough that a program processes several key blocks: the third is the first to reuse a slot.
 HEADS = 64
 SOFTCAP = 5.0
 FAMILIES: tuple[Family, ...] = ("hopper",)
@@ -48,7 +48,7 @@ class _Widths:
     values: int
 
     def fits(self) -> list[str]:
-        """Hopper alone."""
+        """Hopper only."""
         return list(self.families)
 
 
@@ -67,7 +67,7 @@ class ForwardEntry(_Widths):
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its two products."""
+        """Of one step: 2 per multiply-add of its two products."""
         return 2 * self.config.block_m * self.config.block_n * (self.channels + self.values)
 
     @property
@@ -82,13 +82,13 @@ class ForwardEntry(_Widths):
 
     @property
     def tokens(self) -> int:
-        """Two tiles each way, and more than what is left to the portable kernels."""
+        """Two tiles each way, and more than the sizes left to the portable kernels."""
         return 2 * max(self.config.block_m, self.config.block_n) + TINY_KEYS
 
 
 @dataclass(frozen=True)
 class BackwardEntry(_Widths):
-    """The backward, dQ summed in one of the orders."""
+    """The backward, with dQ summed in one of the orders."""
 
     config: Backward
     order: Order
@@ -101,7 +101,7 @@ class BackwardEntry(_Widths):
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its five products."""
+        """Of one step: 2 per multiply-add of its five products."""
         return 2 * self.config.block_m * self.config.block_n * (3 * self.channels + 2 * self.values)
 
     @property
@@ -111,7 +111,7 @@ class BackwardEntry(_Widths):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles take, dSᵀ twice among them."""
+        """Bytes that the tiles take, including dSᵀ twice."""
         rows = self.config.slots * self.config.block_n + self.config.stages * self.config.block_m
         return self.element_size * (
             rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n
@@ -119,7 +119,7 @@ class BackwardEntry(_Widths):
 
     @property
     def tokens(self) -> int:
-        """Two blocks of keys, and more than what is left to the portable kernels."""
+        """Two blocks of keys, and more than the sizes left to the portable kernels."""
         return 2 * self.config.block_n + TINY_KEYS
 
 
@@ -138,7 +138,7 @@ def entries() -> list[Entry]:
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes; `small` is some whole tiles each way, else 37 tokens more."""
+    """The tensors that this configuration computes; `small` is some whole tiles each way, else 37 tokens more."""
     if device.type != "cuda" or architecture(device) != ARCHITECTURE:
         raise UsageError(
             "these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list"

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str) -> list[Labelled]:
     """Forward and backward of one of VARIANTS by the portable kernels, with the tiles that configs choose."""
     inputs = _inputs(dtype, channels, channels, variant)
-    # Strided: for groups of 4 heads, with a program each in dK/dV.
+    # Strided: for groups of 4 heads, one program each in dK/dV.
     chunks = inputs.group if inputs.key_stride else 1
     fwd = configs.choose("fwd", inputs.problem(), architecture)
     dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(chunks=chunks)
@@ -69,7 +69,7 @@ def _inputs(dtype: torch.dtype, channels: int, values: int, variant: str) -> lau
     """One of VARIANTS."""
     options = dict(VARIANTS[variant])
     packed, strided, tokens = options.pop("packed", False), options.pop("strided", False), options.pop("tokens", TOKENS)
-    # Strided: a key every 16 queries, as compressed attention has them, for groups of 4 heads.
+    # Strided: one key per 16 queries, as in compressed attention, for groups of 4 heads.
     keys, heads_k = (tokens // 4, 2) if strided else (tokens, HEADS)
     q = _rows(packed, tokens, HEADS, channels, dtype)
     k, v = (_rows(packed, keys, heads_k, width, dtype) for width in (channels, values))
@@ -101,7 +101,7 @@ def both(
 
 
 def _results(inputs: launch.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the output and its LSE."""
+    """Buffers for the output and its LSE."""
     shape = inputs.q.shape
     o = torch.empty(*shape[:-1], inputs.v.shape[-1], dtype=inputs.q.dtype, device="meta")
     return o, torch.empty((*shape[:-3], *shape[-2:-4:-1]), dtype=torch.float32, device="meta")
@@ -114,7 +114,7 @@ def with_tiles(entry: Entry, architecture: int, label: str, inputs: launch.Input
 
 
 def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
-    """The usual problems, on Hopper by either kernels."""
+    """The usual problems, on Hopper with both kernel families."""
     return [
         *launches(architecture, dtype, 64, "causal"),
         *launches(architecture, dtype, 128, "causal"),
@@ -131,7 +131,7 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
 
 
 def hopper_defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
-    """Of the usual problems those by the kernels for Hopper: nothing on another architecture."""
+    """The usual problems that the Hopper kernels serve: empty on another architecture."""
     # At 64 channels the forward has other tiles for many keys.
     many = [one for one in hopper(architecture, dtype, 64, 64, "causal-long") if one.direction == "forward"]
     return [*hopper(architecture, dtype, 64, 64, "causal"), *many, *hopper(architecture, dtype, 128, 128, "causal")]

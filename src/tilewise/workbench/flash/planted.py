@@ -1,5 +1,5 @@
-"""Bugs planted in flash attention's kernels: in the portable ones, and in those for Hopper, which run on such a GPU
-alone.
+"""Bugs planted in flash attention's kernels: in the portable ones, and in those for Hopper, which run only on such a
+GPU.
 """
 
 from functools import partial

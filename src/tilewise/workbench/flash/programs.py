@@ -1,4 +1,4 @@
-"""Flash attention's forward: one program of a kernel, ours or anybody's, recorded and simulated."""
+"""Flash attention's forward: one program of a kernel, ours or a user's, recorded and simulated."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ FORWARD = Naming(
     after={"O_final": ("b_o", "o"), "LSE": ("b_lse", "lse")},
     first={"O": "O_scale"},
 )
-# Our own kernel has a variable for each: the plain product, and the sum before this step's is added.
+# Our own kernel has a variable for each: the plain product, and the accumulator before this step's product is added.
 OUR_FORWARD = dataclasses.replace(
     FORWARD,
     step={**FORWARD.step, "S": ("b_s",), "S_pre_scaling": ("b_qk",), "O_scale": ("acc_scaled",)},
@@ -74,9 +74,7 @@ class Case:
 
 
 def find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int, int, float]:
-    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is
-    multiplied by.
-    """
+    """Head and first row of the tile of `tensor` [1, T, H, D] that `value` holds, and the factor it is scaled by."""
     _, tokens, heads, channels = tensor.shape
     source = tensor[0].double().cpu().numpy()
     best = (np.inf, 0, 0, 1.0)
@@ -98,7 +96,7 @@ def find_rows(value: np.ndarray, tensor: torch.Tensor, block: int) -> tuple[int,
 
 
 def _units(value: np.ndarray, simulated: np.ndarray, candidates: Mapping[str, float]) -> float:
-    """Which of the candidate units the kernel works in, from its first tile; 1 where none fits."""
+    """Which of the candidate units the kernel works in, from its first tile; 1 if none fits."""
     both = np.isfinite(value) & np.isfinite(simulated)
     scale = np.abs(simulated[both]).max(initial=0.0)
     for unit in candidates.values():
@@ -110,7 +108,7 @@ def _units(value: np.ndarray, simulated: np.ndarray, candidates: Mapping[str, fl
 def trace_forward(
     case: Case, call: Callable[[], Any], program: int, naming: Naming = FORWARD, required: tuple[str, ...] = ()
 ) -> Traced:
-    """Record what `call` launches, and simulate the program that was recorded."""
+    """Record what `call` launches, and simulate the recorded program."""
     with record(program) as recording:
         call()
     launched, values, lines = _first_with_anchor(recording, naming, required)
@@ -165,7 +163,7 @@ def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str
 def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float, masks: bool) -> Values:
     """Q, S and M as the simulation has them: S unscaled, M in base 2.
 
-    The units are read off the first tile and hold for all.
+    The units are inferred from the first tile and hold for all.
     """
     log2e = simulate.LOG2E
     s_unit = _units(values["S_0"], simulation["S_0"], {"raw": 1.0, "scaled": scale, "base 2": scale * log2e})
@@ -182,14 +180,14 @@ def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: fl
         if name.startswith("S_") and name[2:].isdigit():
             x = x / s_unit
             if not masks and name in simulation:
-                # A kernel that masks elsewhere: its scores are judged where they count.
+                # A kernel that masks elsewhere: its scores are judged only where they count.
                 x = np.where(np.isneginf(simulation[name]), -np.inf, x)
         result[name] = x / m_unit if name.startswith("M_") else x / q_factor if name == "Q" else x
     return result
 
 
 def crop(kernel: Values, simulation: Values, rows: int) -> Values:
-    """Without the channels that pad a tile, and without the rows past the end."""
+    """Without a tile's padding channels, and without the rows past the end."""
     result = {}
     for name, x in kernel.items():
         shape = simulation[name].shape if name in simulation else x.shape
@@ -231,8 +229,8 @@ ORDER = {"dq": ("K", "S", "V", "dP", "P", "dS", "dQ"), "dkdv": ("Q", "S", "P", "
 
 
 class Backward:
-    """What both ways of tracing a backward share: the results that it starts from, its gradients, and the simulations
-    beside them.
+    """What both ways of tracing a backward share: the results it starts from, its gradients, and the simulations to
+    compare with.
     """
 
     def __init__(self, case: Case, do: torch.Tensor, config: configs.Config) -> None:

@@ -1,4 +1,4 @@
-"""Values of one program of our own kernels on a GPU, through the taps compiled into them for this one launch."""
+"""Values of one program of our own kernels on a GPU, through taps compiled in for this one launch."""
 
 import torch
 
@@ -20,14 +20,14 @@ DKDV, DQ = DkdvStep._fields, DqStep._fields
 
 
 def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
-    """Head and first row of a program that owns query tiles; under a mask on later keys the last tile comes first."""
+    """Head and first row of a program that owns query tiles; if later keys are masked, the last tile comes first."""
     tiles = -(-case.q.shape[1] // config.block_m)
     tile = program % tiles
     return program // tiles, (tile if case.options.right is None else tiles - 1 - tile) * config.block_m
 
 
 def tap_forward(case: Case, config: Config, program: int) -> Traced:
-    """The forward kernel's program beside the simulation."""
+    """The forward kernel's program next to the simulation."""
     tap = Tap(
         case.q, case.v, config.block_m, config.block_n, program, len(FORWARD), -(-case.k.shape[1] // config.block_n)
     )

@@ -1,4 +1,4 @@
-"""Flash attention: what a trace is asked of, and the programs that are traced."""
+"""Flash attention: the inputs of a trace, and the programs that are traced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from tilewise.workbench.flash import tapped
 from tilewise.workbench.flash.programs import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_backward, trace_forward
 from tilewise.workbench.operator import Tracing, UsageError
 
-# Output and LSE of q, k and v; what else it is called with is bound.
+# Output and LSE of q, k and v; other arguments are bound.
 Reference = partial[tuple[torch.Tensor, torch.Tensor]]
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
-    """The programs asked for, and what they work on."""
+    """The requested programs, and what they work on."""
     config = tiles(request, 64)
     tokens = request.seq_blocks * config.block_m
     case = Case(*filled(request, tokens, tokens), Options(CHANNELS**-0.5, right=0 if request.causal else None))
@@ -40,13 +40,13 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
 
 
 def tiles(request: Request, block_n: int) -> configs.Config:
-    """The tiles asked for, of `block_n` keys by default."""
+    """The requested tiles, of `block_n` keys by default."""
     entry = entry_of(request, flash_tiles.entries(), "block_m", "block_n")
     if entry is not None:
-        # Descriptors are a GPU's.
+        # Descriptors exist on GPUs only.
         return entry.config._replace(tma=False)
     config = configs.Config(request.block_m or 64, request.block_n or block_n, 4, 1)
-    # A user's kernel has its own tiles: here block_m makes the length only.
+    # A user's kernel has its own tiles: here block_m only sets the length.
     if not request.impl:
         check_tile("block_m", config.block_m)
         check_tile("block_n", config.block_n)
@@ -61,7 +61,7 @@ def tile_words(request: Request, config: configs.Config) -> str:
 def filled(request: Request, tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of one batch entry."""
     fill = make_fill(request.fill, request.seed)
-    # Ours share a KV head between the query heads; a user's kernel need not know how.
+    # Ours share a KV head between the query heads; a user's kernel need not support that.
     kv_heads = HEADS if request.impl else 1
     shapes = {"q": (1, tokens, HEADS, CHANNELS), "k": (1, keys, kv_heads, CHANNELS), "v": (1, keys, kv_heads, CHANNELS)}
     q, k, v = (fill(name, shape, 1.0).to(request.device, request.precision) for name, shape in shapes.items())

@@ -1,4 +1,4 @@
-"""HSTU attention's cases, beside what a user would write in torch for sequences of one length."""
+"""HSTU attention's cases, compared with what a user would write in torch for sequences of one length."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from tilewise.workbench.operator import Benchmark
 
 
 def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:
-    """What the mask leaves."""
+    """The pairs that the mask keeps."""
     from tilewise.ops.hstu.reference import keep_mask
 
     assert isinstance(problem, Hstu)

@@ -41,7 +41,7 @@ class Hstu(Problem):
         """q, k, v, the offsets, and the number of targets where there are any."""
         tokens, mixed = sum(self.lengths), self.layout != "plain"
         q = fill("q", (tokens, self.H, self.D), self.size)
-        # One head of keys, expanded, serves all: packed tokens have no batch to expand over.
+        # One head of keys is expanded to all: packed tokens have no batch to expand over.
         k = fill("k", (tokens, 1 if mixed else self.H, self.D), 1.0)
         v = fill("v", (tokens, self.H, self.Dv or self.D), 1.0)
         if mixed:

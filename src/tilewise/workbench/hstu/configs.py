@@ -1,4 +1,4 @@
-"""HSTU attention's tile configurations, each run on two problems of its own: under the plain causal mask, and with
+"""HSTU attention's tile configurations, each run on two problems of its own: with the plain causal mask, and with
 targets and a context.
 """
 
@@ -17,8 +17,7 @@ from tilewise.workbench.operator import Configurations
 from tilewise.workbench.tiles import Kernel, TiledEntry, entries_of
 
 HEADS = 2
-# A short sequence that lies before the long one; of the long one so many tokens are targets, and so many of either the
-# context.
+# A short sequence before the long one; how many tokens of the long one are targets, and how many of either are context.
 LEAD, TARGETS, CONTEXT = 5, 9, 3
 
 Entry = TiledEntry[Config]
@@ -35,7 +34,7 @@ def entries() -> list[Entry]:
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes; `small` is two tiles each way, else 37 tokens more."""
+    """The tensors that this configuration computes; `small` is two tiles each way, else 37 tokens more."""
     tokens = 2 * max(entry.config.block_m, entry.config.block_n) + (0 if small else 37)
     shape = (LEAD + tokens, HEADS, entry.channels)
     q, k, v, do = filled(entry.element_size, fill_rule, device, q=shape, k=shape, v=shape, do=shape)

@@ -25,7 +25,7 @@ from tilewise.workbench.hstu import configs as hstu_tiles
 from tilewise.workbench.operator import Tracing, UsageError
 
 HEADS, CHANNELS = 2, 64
-# A short sequence that lies before the one that is traced, so that a wrong offset shows.
+# A short sequence before the traced one, so that a wrong offset shows.
 LEAD = 5
 
 MAKERS = {
@@ -131,9 +131,7 @@ class Case:
         return -(-self.tokens // block)
 
     def first_query(self, tile: int) -> int:
-        """Where the query tile starts that is number `tile` in the order of programs: under the causal mask the last
-        comes first.
-        """
+        """Where query tile number `tile` in program order starts: under the causal mask the last comes first."""
         return (self.tiles(self.config.block_m) - 1 - tile if self.options.causal else tile) * self.config.block_m
 
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -171,12 +169,10 @@ def _tap(case: Case, program: int, slots: Sequence[str], steps: int) -> Tap:
 
 
 def _tapped(case: Case, tap: Tap, kernel: Kernel, slots: Sequence[str], expected: Sequence[int]) -> Values:
-    """What the taps hold, by the number of a tile: those that are `expected` in their order, then what else was
-    written.
-    """
+    """What the taps hold, by tile number: the `expected` ones in order, then anything else that was written."""
     shapes = case.shapes()
     written = [int(i) for i in (~tap.buffer[:, slots.index(kernel.naming.anchor), 0].isnan()).nonzero()]
-    # What was expected and never written stays NaN.
+    # Expected but never written values stay NaN.
     rows = [*expected, *(row for row in written if row not in expected)] if written else []
     values: Values = {"Q": tap.value(0, 0, *shapes["Q"])} if kernel is FORWARD else {}
     for step, row in enumerate(rows):
@@ -259,7 +255,7 @@ def _rows_place(case: Case, number: int, head: int, i_m: int) -> tuple[str, int]
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
-    """The programs asked for, and what they work on."""
+    """The requested programs, and what they work on."""
     config = _tiles(request)
     tokens = request.seq_blocks * config.block_m
     if request.targets > tokens:
@@ -292,7 +288,7 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
 def _tiles(request: Request) -> Config:
     entry = entry_of(request, hstu_tiles.entries(), "block_m", "block_n")
     if entry is not None:
-        # Descriptors are a GPU's.
+        # Descriptors exist on GPUs only.
         return entry.config._replace(tma=False)
     config = Config(request.block_m or 64, request.block_n or 64, 4, 1)
     check_tile("block_m", config.block_m)

@@ -54,7 +54,7 @@ def choose() -> Iterator[Case]:
     """The choice of blocks."""
     sizes = Sizes(32, 16, 64, 16, 1, 2)
     for packed, stride in ((False, 0), (True, FAR)):
-        # One sequence: chunks of so long ones hold a tile each.
+        # One sequence: chunks of sequences this long hold one tile each.
         q, cu = rows(HEADS, packed=packed, batch=1, stride=stride), offsets(packed)
         k_cmp, lse = (
             rows(KEY_HEADS, packed=packed, batch=1, tokens=TOKENS // 16 - (not packed)),

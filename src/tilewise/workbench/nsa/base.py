@@ -1,6 +1,4 @@
-"""What the problems of native sparse attention share: sizes, layouts, patterns of blocks, and what fp32 costs a
-softmax.
-"""
+"""What the problems of native sparse attention share: sizes, layouts, block patterns, and what fp32 costs a softmax."""
 
 import dataclasses
 import zlib
@@ -34,7 +32,7 @@ class Attention(Problem):
 
     @property
     def kv_heads(self) -> int:
-        """Key heads."""
+        """KV heads."""
         return self.Hk or self.H
 
     @property
@@ -44,7 +42,7 @@ class Attention(Problem):
 
     @property
     def cut_at(self) -> int:
-        """Where in a wider tensor a cut input starts: on a line of 16 bytes, or not."""
+        """Where in a wider tensor a cut input starts: 16-byte aligned, or not."""
         return 8 if self.layout == "mixed-aligned" else 3
 
     def tokens(self) -> tuple[int, ...]:
@@ -65,7 +63,7 @@ class Attention(Problem):
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
 
     def generator(self) -> torch.Generator:
-        """Random numbers that the problem alone decides, whatever the seed: for indices and masks."""
+        """Random numbers that depend on the problem only, not on the seed: for indices and masks."""
         return torch.Generator().manual_seed(zlib.crc32(f"{type(self).__name__}:{self}".encode()))
 
 
@@ -96,14 +94,14 @@ class Sequences(Attention):
             raise ValueError("lengths must not be negative")
 
     def queries(self, fill: Fill) -> torch.Tensor:
-        """q, as the layout has it: packed tokens, which cannot be transposed, are cut."""
+        """q, in the problem's layout: packed tokens, which cannot be transposed, are cut."""
         q = fill("q", (*self.rows, self.H, self.D), self.size)
         if self.layout == "plain":
             return q
         return cut(q, self.cut_at) if self.lengths else transposed(q)
 
     def keys_and_values(self, fill: Fill, names: tuple[str, str], rows: tuple[int, ...]) -> Tensors:
-        """Under these names, of so many rows: where mixed, keys are one batch entry, expanded, and values are cut."""
+        """Under these names, with this many rows: if mixed, keys are one batch entry, expanded, and values are cut."""
         shared = self.layout != "plain" and not self.lengths
         k = fill("k", (*((1, *rows[1:]) if shared else rows), self.kv_heads, self.D), 1.0)
         v = fill("v", (*rows, self.kv_heads, self.Dv or self.D), 1.0)
@@ -140,15 +138,15 @@ class Sequences(Attention):
 
 
 def longest(x: torch.Tensor) -> float:
-    """The greatest norm of a row."""
+    """The largest norm of a row."""
     return x.norm(dim=-1).max().item() if x.numel() else 0.0
 
 
 def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) -> float:
     """What fp32 itself costs a result over scores that are off by `score`, relative to it.
 
-    Gradients start from an LSE in fp32 besides: exp(s - lse) is off by eps · |lse|, which eager torch, keeping
-    probabilities, does not pay.
+    Gradients also start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, an error that eager torch, which keeps
+    probabilities, does not have.
     """
     finite = lse[lse.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
@@ -158,10 +156,11 @@ def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) ->
 
 
 def delta_cost(o: torch.Tensor, incoming: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """delta = rowsum(o · do) is made from the rounded o and summed in fp32, and enters as a gradient of the LSE does,
+    """delta = rowsum(o · do) is computed from the rounded o and summed in fp32, and enters like a gradient of the LSE,
     with the other sign.
 
-    Eager torch, keeping probabilities, does not pay it; it shows where the keys are alike and the gradients cancel.
+    Eager torch, which keeps probabilities, does not have this error; it shows where keys are alike and gradients
+    cancel.
     """
     return ((o.to(dtype).double() - o) * incoming).sum(-1) + EPS * (o * incoming).abs().sum(-1)
 
@@ -171,10 +170,10 @@ def block_pattern(
 ) -> torch.Tensor:
     """Indices [B, T, Hk, S] of one length.
 
-    random: different blocks up to the query's own, ascending, -1 at the end. smooth: the same for 32 queries on end,
-    with the first block, the own one and that before it always there. repeats: any up to the own one, in any order,
-    some of them twice; in int64. holes: any, later ones too, with -1 between them, and every fifth query without one.
-    own: the own block alone.
+    random: different blocks up to the query's own, ascending, -1 at the end. smooth: the same for 32 queries in a row,
+    always with the first block, the query's own and the one before it. repeats: any up to the query's own, in any
+    order, some of them twice; in int64. holes: any, later ones too, with -1 between them, and every fifth query without
+    any. own: the query's own block only.
     """
     if pattern not in PATTERNS:
         raise ValueError(f"there is no pattern {pattern!r}: expected one of {', '.join(PATTERNS)}")

@@ -1,4 +1,4 @@
-"""Native sparse attention's cases, beside dense causal attention over the same q, k and v."""
+"""Native sparse attention's cases, compared with dense causal attention over the same q, k and v."""
 
 from typing import Any
 
@@ -31,7 +31,8 @@ def positions(problem: Sequences, device: torch.device) -> torch.Tensor:
 
 
 def pairs(problem: Problem, _tensors: Tensors, outputs: Tensors) -> int:
-    """Windows that have ended, keys of the chosen blocks, and near keys, of the branches that have a gate.
+    """Windows that have ended, keys of the chosen blocks, and keys in the sliding window, of the branches that have a
+    gate.
 
     The choice uses the windows' scores.
     """

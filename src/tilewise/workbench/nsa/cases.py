@@ -23,9 +23,9 @@ class Nsa(Sequences):
     `gates` is all, or some joined by + (`cmp+swa`): the others are None, which leaves their branches out. `learned`
     gives k_cmp and v_cmp, `given` gives the blocks, drawn at random.
 
-    Where every query sees one key alone, as with one token, q's and k's gradients are zero by definition, and a
-    backward that starts from outputs as they are stored leaves the rounding of two numbers that should cancel: take
-    `scale=0` there, or more tokens.
+    Where every query sees only one key, as with one token, q's and k's gradients are zero by definition, and a backward
+    that starts from stored outputs leaves the rounding of two numbers that should cancel: use `scale=0` there, or more
+    tokens.
     """
 
     compress: int = 8
@@ -51,7 +51,7 @@ class Nsa(Sequences):
 
     @property
     def returning(self) -> dict[str, Any]:  # type: ignore[override]
-        """The blocks are asked for where any are selected; else that would be an error."""
+        """The blocks are requested if any are selected; else that would be an error."""
         return {"return_indices": True} if self._selects() else {}
 
     def _selects(self) -> bool:
@@ -104,11 +104,11 @@ class Nsa(Sequences):
         )
 
     def offsets(self) -> dict[str, str]:
-        """Where packed, everything by the same offsets; none with learned windows, whose own offsets are no input."""
+        """If packed, everything by the same offsets; none with learned windows, whose own offsets are no input."""
         return dict.fromkeys(self.axes(), "cu_seqlens") if self.lengths and not self.learned else {}
 
     def check(self) -> None:
-        """Sizes that go together."""
+        """Sizes that fit together."""
         super().check()
         check_windows(self.compress, self.stride, block=self.block)
         if self.window < 1 or self.count < 1 or min(self.init, self.local) < 0 or self.init + self.local > self.count:
@@ -119,8 +119,8 @@ class Nsa(Sequences):
         self._given_gates()
 
     def floor(self, name: str, _truth: Tensors, inputs: Tensors) -> float:
-        """What fp32 costs the scores; gradients pay for LSEs too, each at most the largest score and the logarithm of
-        its keys.
+        """What fp32 costs the scores; gradients also depend on LSEs, each at most the largest score plus the logarithm
+        of its keys.
         """
         score = self.score_error(inputs, "k", *(("k_cmp",) if self.learned else ()))
         longest = max(self.tokens(), default=0)
@@ -137,7 +137,7 @@ class Nsa(Sequences):
             return f"dtype {actual.dtype}, expected {torch.int32}"
         if self.given:
             return "" if torch.equal(actual, inputs["block_indices"]) else "the blocks are not those that were given"
-        # Only now: a bug is planted in a process that has loaded the suite and nothing of tilewise.ops.
+        # Imported only here: a bug is planted in a process that has loaded the suite and nothing of tilewise.ops.
         from tilewise.ops.nsa.reference import choice_scores, compress_mean
 
         def scores(compute_dtype: torch.dtype) -> torch.Tensor:
@@ -169,9 +169,7 @@ class Nsa(Sequences):
 
 
 def _between_0_and_1(gate: torch.Tensor) -> torch.Tensor:
-    """Gates as a model makes them, by a sigmoid; a fill by rule lies between 0 and 1 already, and stays what the rule
-    says.
-    """
+    """Gates as a model makes them, by a sigmoid; a fill by rule is between 0 and 1 already, and is left as it is."""
     return gate if bool(((gate >= 0) & (gate <= 1)).all()) else gate.sigmoid()
 
 
@@ -338,8 +336,8 @@ CASES = (
 
 
 def draw(draw: Callable[[Any], Any]) -> Nsa:
-    """A problem of any shape, small enough to interpret; long enough, in keys that a query sees, for gradients that are
-    no mere rounding.
+    """A problem of any shape, small enough to interpret; with enough keys per query that gradients are more than
+    rounding.
     """
     from hypothesis import strategies as st
 

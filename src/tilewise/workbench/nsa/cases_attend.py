@@ -12,7 +12,7 @@ from tilewise.workbench.nsa import planted
 from tilewise.workbench.nsa.base import EPS, LAYOUTS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
 
 MASKS = ("random", "all", "none")
-# What an index holds that the mask leaves out: nothing may read it.
+# The value of masked indices: nothing may read it.
 UNREAD = 1 << 20
 
 
@@ -21,8 +21,8 @@ class NsaAttend(Attention):
     """T queries, each over its own block (where `own`) and `count` selected blocks of `block` keys, some named more
     than once.
 
-    `among` limits which are named to the first so many (0: all); `mask` is random, all or none; `apart` names blocks
-    for each query head, not for each KV head; `scaled` gives sel_scale, with some zeros in it; `window` asks for the
+    `among` limits the named blocks to the first ones, this many (0: all); `mask` is random, all or none; `apart` names
+    blocks per query head, not per KV head; `scaled` passes sel_scale, with some zeros in it; `window` requests the
     sliding window too.
     """
 
@@ -40,7 +40,7 @@ class NsaAttend(Attention):
 
     @property
     def outputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        """In the order in which pairs of pairs come apart."""
+        """In the order of the flattened nested pairs."""
         return ("o", "o_win", "lse", "lse_win") if self.window else ("o", "lse")
 
     def _named(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,7 @@ class NsaCompressed(Sequences):
 
 
 def window_count(tokens: int, compress: int, stride: int) -> int:
-    """Whole windows of so many tokens."""
+    """Whole windows in this many tokens."""
     return max(0, (tokens - compress) // stride + 1)
 
 

@@ -45,7 +45,7 @@ class NsaSelected(Sequences):
         return self.letters(q="BTHD", k="BTHD", v="BTHD", o="BTHD", lse="BHT", block_indices="BTHS")
 
     def offsets(self) -> dict[str, str]:
-        """Where packed, everything by the same offsets."""
+        """If packed, everything by the same offsets."""
         return dict.fromkeys(self.axes(), "cu_seqlens") if self.lengths else {}
 
     def check(self) -> None:

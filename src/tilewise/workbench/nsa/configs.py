@@ -1,4 +1,4 @@
-"""The tile configurations of the choice of blocks and of attention to them, each run on a problem of its own."""
+"""The tile configurations of the choice of blocks and of attention to them, each run on its own problem."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,10 +20,10 @@ from tilewise.workbench.flash import configs as flash_configs
 from tilewise.workbench.nsa.base import block_pattern
 from tilewise.workbench.operator import Configurations
 
-# A card of each family.
+# One card per family.
 CARDS: dict[Family, int] = {"hopper": 90, "blackwell": 100, "medium": 80, "small": 86}
 HEADS, BLOCK, SLOTS = 2, 64, 2
-# As the defaults are to each other, at a stride of 1: so that few tokens make two tiles of windows.
+# In the defaults' proportions, at a stride of 1: so that few tokens make two tiles of windows.
 SIZES = Sizes(compress_size=2, compress_stride=1, block_size=4, block_count=6, init_blocks=1, local_blocks=2)
 
 
@@ -46,20 +46,20 @@ class Entry(NamedTuple):
 
     @property
     def _keys(self) -> int:
-        """Keys a tile: windows, or a block of 64, or the parts that it is cut into on the first of its families."""
+        """Keys per tile: windows, or a block of 64, or the parts it is split into on the first of its families."""
         if self.kernel == "scores":
             return self.config.block_n
         return BLOCK // configs.parts_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
 
     @property
     def operations(self) -> int:
-        """Of one step: 2 for each multiplication and addition of its products."""
+        """Of one step: 2 per multiply-add of its products."""
         products = {"lists_fwd": 2, "lists_bwd": 5, "union_fwd": 2, "union_dq": 3, "scores": 1}[self.kernel]
         return 2 * products * self.config.block_m * self._keys * self.channels
 
     @property
     def _tiles(self) -> tuple[int, int]:
-        """Rows of all tiles that stay, and of all that stream."""
+        """Rows of all resident tiles, and of all streamed tiles."""
         rows, keys = self.config.block_m, self._keys
         return {
             "lists_fwd": (2 * keys, rows),
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles themselves take, by count: those that stay, and those in flight (a pipeline of n stages
+        """Bytes that the tiles themselves take, by count: resident ones, and those in flight (a pipeline of n stages
         holds n - 1 ahead).
         """
         stay, stream = self._tiles
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 
     @property
     def families(self) -> list[Family]:
-        """Those of GPUs that it is chosen for."""
+        """GPU families that it is chosen for."""
         found: list[Family] = []
         for family, card in CARDS.items():
             cut = (
@@ -102,7 +102,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """Every configuration of the table as some card takes it, once."""
+    """Every configuration of the table as some card uses it, once."""
     rows = [(kernel, size, channels, card) for card in CARDS.values() for size, kernel in TABLE for channels in WIDTHS]
     found = dict.fromkeys(
         Entry(kernel, size, channels, configs.choose(kernel, channels, size, card))
@@ -112,12 +112,12 @@ def entries() -> list[Entry]:
 
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome] | list[Choice]:
-    """The tensors that this configuration makes; `small` is two blocks of keys, or two tiles of windows, else 37 tokens
-    more.
+    """The tensors that this configuration computes; `small` is two blocks of keys, or two tiles of windows, else 37
+    tokens more.
     """
     card = CARDS[entry.families[0]]
     if entry.config.tma and device.type == "cuda" and architecture(device) < 90:
-        # A GPU without descriptors takes its own tiles in place of those that want them.
+        # A GPU without descriptors uses its own tiles instead of those that need them.
         card = architecture(device)
     with as_if_on(card):
         return (
@@ -158,12 +158,12 @@ def _choose(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> 
 SELECTED = Configurations(entries, run)
 
 
-# Of the windows that the compressed branch is run with.
+# Of the windows that the compressed branch runs with.
 SIZE, STRIDE = 32, 16
 
 
 def run_compressed(entry: flash_configs.Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
-    """The tensors that this configuration makes; `small` is two tiles of windows, one of them whole, else 37 tokens
+    """The tensors that this configuration computes; `small` is two tiles of windows, one of them full, else 37 tokens
     more.
     """
     tokens = max(2 * entry.config.block_m, STRIDE * (entry.config.block_n + 8)) + (0 if small else 37)

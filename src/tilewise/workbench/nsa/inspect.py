@@ -19,7 +19,7 @@ from tilewise.workbench.flash.configs import Entry as FlashEntry
 from tilewise.workbench.nsa.configs import BLOCK, CARDS, Entry
 from tilewise.workbench.operator import Launches
 
-# So many tokens that the lists of a usual problem are still made in one piece.
+# Few enough tokens that the lists of a usual problem are still built in one piece.
 TOKENS, KEY_HEADS, GROUP, SLOTS = 8192, 2, 16, 16
 SIZE, STRIDE = 32, 16
 # Which kernel each part of the table is for.
@@ -136,7 +136,7 @@ def compressed_configuration(entry: FlashEntry, label: str, architecture: int, d
 
 def selected_configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """One tile configuration of the choice of blocks or of attention to them."""
-    # As a card launches it whose table has it.
+    # As launched on a card whose table has it.
     card = architecture if family(architecture) in entry.families else CARDS[entry.families[0]]
     if entry.kernel == "scores":
         found = _choosing(card, label, dtype, entry.channels, BLOCK, GROUP)

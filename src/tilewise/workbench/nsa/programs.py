@@ -31,7 +31,7 @@ from tilewise.trace.record import Recording, record
 from tilewise.trace.request import Traced
 from tilewise.trace.values import Naming, Values
 
-# Values with one row a key, not one a query.
+# Values with one row per key, not per query.
 BY_KEY = ("K", "V", "dK", "dV")
 
 
@@ -50,7 +50,7 @@ class Case:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """As the launcher takes them, on these tiles in place of those that configs choose."""
+        """As the launcher takes them, on these tiles instead of those from configs."""
         block_m = self.block_m
 
         class Tiled(Inputs):
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
     def tiling(self) -> Tiling:
-        """As the simulation takes it: blocks may be cut into parts for the kernels."""
+        """As the simulation takes it: the kernels may split blocks into parts."""
         return Tiling(self.block_m, self.inputs.named.block_size)
 
     @property
@@ -119,7 +119,7 @@ def _beside(kernel: Kernel, place: str, recording: Recording, run: Simulation, f
 
 
 def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
-    """Of a tile of rows those that exist, of `counts[i]` tokens or entries in step i; one count serves every step."""
+    """Of a tile's rows those that exist, for `counts[i]` tokens or entries in step i; one count serves every step."""
     padded = 1 << (case.group - 1).bit_length()
     row = np.arange(case.block_m)
 
@@ -131,8 +131,8 @@ def _only_existing(case: Case, counts: Sequence[int]) -> Fit:
 
 
 class Numbers(NamedTuple):
-    """Which programs: of the kernel in key order, and of that in query order or the one that puts together what the
-    first left by entry.
+    """Which programs: of the kernel in key order, and of that in query order or the one that merges what the first
+    stored by entry.
     """
 
     keys: int
@@ -144,7 +144,7 @@ def _segment_place(number: int, segment: Segment) -> str:
 
 
 def _tile_place(case: Case, number: int) -> tuple[int, int, slice, str]:
-    """Key head, tile, tokens and place of a program in query order."""
+    """KV head, tile, tokens and place of a program in query order."""
     head, i_tile = divmod(number, case.tiles)
     each = case.tiling.tokens(case.group)
     tokens = slice(i_tile * each, min((i_tile + 1) * each, case.q.shape[1]))
@@ -214,7 +214,7 @@ def trace_forward_union(case: Case, number: int) -> Traced:
 
 
 def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers: Numbers) -> list[Traced]:
-    """One segment of a block's list; and dQ, in query order or put together from what the key order left."""
+    """One segment of a block's list; and dQ, in query order or merged from what the key order stored."""
     o, lse = selected.forward(case.inputs, order)
     queries = BACKWARD_UNION if order == "union" else SUM
     with record({BACKWARD_LISTS.name: numbers.keys, queries.name: numbers.queries}) as recording:
@@ -232,7 +232,7 @@ def trace_backward(case: Case, do: torch.Tensor, order: selected.Order, numbers:
     def of_segment(cast: Cast) -> Iterator[Named]:
         rows = tensors(cast, segment.head)
         for name, x in simulate.backward_lists(*rows, segment.entries, segment.block, case.tiling, case.scale):
-            # In query order dQ is another kernel's.
+            # In query order another kernel computes dQ.
             if order == "lists" or not name.startswith("dQ_"):
                 yield name, x
         yield from simulate.backward_block(*rows, parts, segment.block, case.tiling, case.scale)

@@ -1,4 +1,4 @@
-"""Attention to compressed windows, which is flash attention whose keys stand a stride apart: the same kernels, taps and
+"""Attention to compressed windows, which is flash attention with keys one stride apart: the same kernels, taps and
 simulation.
 """
 
@@ -12,12 +12,12 @@ from tilewise.workbench.flash.programs import CHANNELS, Case
 from tilewise.workbench.flash.trace import filled, programs, tile_words, tiles
 from tilewise.workbench.operator import Tracing
 
-# Windows of so many tokens, one each so many: short, so that few tokens have several tiles of them.
+# Tokens per window, and the stride between windows: short, so that few tokens have several tiles of them.
 SIZE, STRIDE = 8, 4
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
-    """The programs asked for, and what they work on."""
+    """The requested programs, and what they work on."""
     config = tiles(request, 16)
     tokens = request.seq_blocks * config.block_m
     windows = window_count(tokens, SIZE, STRIDE)

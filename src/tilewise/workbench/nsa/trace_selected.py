@@ -1,4 +1,4 @@
-"""Attention to selected blocks: what a trace is asked of, in either loop order."""
+"""Attention to selected blocks: the inputs of a trace, in either loop order."""
 
 import torch
 
@@ -9,12 +9,12 @@ from tilewise.workbench.nsa import configs as selected_tiles
 from tilewise.workbench.nsa.programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
 from tilewise.workbench.operator import Tracing, UsageError
 
-# Key heads, query heads of each, channels, and blocks that a token names.
+# KV heads, query heads of each, channels, and blocks that a token names.
 KEY_HEADS, GROUP, CHANNELS, SLOTS = 2, 2, 64, 3
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
-    """The programs asked for, and what they work on."""
+    """The requested programs, and what they work on."""
     case = _case(request)
     order: selected.Order = "union" if request.order == "union" else "lists"
     if order == "union" and not case.inputs.union_tokens("union_fwd"):
@@ -69,7 +69,7 @@ def _indices(tokens: int, block_size: int, seed: int) -> torch.Tensor:
 
 
 def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> Numbers:
-    """The program asked for of the head asked for; those of the other kernel come round again."""
+    """The requested program of the requested head; program numbers of the other kernel wrap around."""
     if not 0 <= request.head < KEY_HEADS:
         raise UsageError(f"there is no key head {request.head}: expected 0 to {KEY_HEADS - 1}")
     segments = [
