@@ -1,6 +1,6 @@
 """Learned compression of windows of keys and values, and the windows themselves.
 
-`GateModel`: the three gates of block-sparse attention, made of its queries.
+`GateModel`: the three gates of block-sparse attention, computed from its queries.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def windows_of(x: torch.Tensor, size: int, stride: int, cu_seqlens: torch.Tensor
         if x.shape[1] < size:
             return x[:, :0, None].expand(-1, -1, size, -1, -1)
         return x.unfold(1, size, stride).movedim(-1, 2)
-    # Only places inside x, whatever the offsets are: whoever checks values does so later.
+    # Only indices inside x, for any offsets: values are checked later.
     ends = [min(max(end, 0), x.shape[0]) for end in cu_seqlens.tolist()]
     starts = [start for begin, end in itertools.pairwise(ends) for start in range(begin, end - size + 1, stride)]
     token = torch.tensor(starts, dtype=torch.int64, device=x.device)[:, None] + torch.arange(size, device=x.device)
@@ -115,6 +115,6 @@ class GateModel(nn.Module):
         return g_cmp, g_slc, g_swa
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Reinitialise the weights."""
         self.to_hidden.reset_parameters()
         self.to_gates.reset_parameters()

@@ -111,7 +111,7 @@ class HSTULayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: the projections by Xavier's rule, their biases 0; norms that change nothing."""
+        """Reinitialise the weights: the projections by Xavier's rule, their biases 0; norms that change nothing."""
         for projection in (self.to_uvqk, self.to_out):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:

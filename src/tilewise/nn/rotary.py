@@ -7,7 +7,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     """Turn channel i of x [.., T, H, D] and channel i + D / 2 by `position · base ** (-2i / D)`; positions [.., T]; D
     even.
 
-    The angles are computed when they are wanted, in fp32 at least: a table kept beside 16-bit weights would be rounded
+    The angles are computed when they are needed, in fp32 at least: a table kept with 16-bit weights would be rounded
     with them.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -23,5 +23,5 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Each token's position in its own sequence, [N], from offsets [B + 1]."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
-    # Offsets that nobody checked must not lead out of bounds.
+    # Unchecked offsets must not lead out of bounds.
     return token - cu_seqlens[sequence.clamp(0, cu_seqlens.shape[0] - 1)]

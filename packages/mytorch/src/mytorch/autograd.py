@@ -37,7 +37,7 @@ def gives_new_memory(backward: Backward) -> Backward:
     """Marks a `_backward` each of whose gradients is new memory that nothing else holds or sees: a leaf then keeps it
     without a copy.
 
-    The mark is the method's, not the class's: a subclass that gives gradients of its own is not marked.
+    The mark is the method's, not the class's: a subclass that returns its own gradients is not marked.
     """
     backward.gives_new_memory = True  # type: ignore[attr-defined]
     return backward

@@ -143,7 +143,7 @@ class Methods:
 
     @staticmethod
     def cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-        """Tensors one after the other along an axis; the other axes must be equal."""
+        """Tensors concatenated along an axis; the other axes must be equal."""
         if not tensors:
             raise ValueError("cat() wants at least one tensor")
         (found,) = reduce.axes_of(axis, len(tensors[0].shape))

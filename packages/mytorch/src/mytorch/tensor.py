@@ -201,7 +201,7 @@ class Tensor(Recorded, Operators, Methods):
         return self._backend.data_ptr(self._data)
 
     def to(self, device: Device) -> Tensor:
-        """On another device, with the same shape and requires_grad, as a tensor of its own; on the same
+        """On another device, with the same shape and requires_grad, as a new tensor; on the same
         device, itself.
         """
         if device is self._device:
@@ -264,7 +264,7 @@ class Tensor(Recorded, Operators, Methods):
         run_backward(self, self._backend.cast(grad._data, self.dtype))
 
     def _accumulate(self, grad: Array, new: bool = False) -> None:
-        """Add to grad, in memory of its own: unless what comes is new, it may be other tensors' gradient too."""
+        """Add to grad, in its own memory: unless what comes is new, it may be other tensors' gradient too."""
         if self._requires_grad:
             backend = self._backend
             if self._grad is not None:

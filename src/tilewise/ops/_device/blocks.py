@@ -25,7 +25,7 @@ class Naming(NamedTuple):
     TOKENS: Any
     """Tokens whose entries are sorted together."""
     SLOTS_P: Any
-    """All slots of a token, as tiles hold them."""
+    """All slots of a token, padded to tiles."""
 
 
 class ListsShape(NamedTuple):
@@ -46,12 +46,12 @@ class ListsShape(NamedTuple):
     BLOCK_N: Any
     TOKENS: Any
     INDEX: Any
-    """Of offsets among the rows of one head: tl.int32 where all lie within 2^31 elements, which saves registers."""
+    """Type of offsets among the rows of one head: tl.int32 where all lie below 2^31 elements, which saves registers."""
     PRECISION: Any
 
 
 class Widths(NamedTuple):
-    """Constants: channels of keys and of values, and as tiles hold them."""
+    """Constants: channels of keys and of values, and both padded to tiles."""
 
     D: Any
     DV: Any
@@ -98,7 +98,7 @@ class KeySums(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The entries of a tile, sorted by block and then as they come."""
+    """The entries of a tile, in a stable sort by block."""
 
     block: Any
     entry: Any

@@ -19,7 +19,7 @@ from tilewise.ops._device.mask import keep, key_range, query_range, split_range,
 
 @triton.jit
 def history_end(num_targets, context, i_b, n_tokens):
-    """`end` of sequence `i_b`, whatever num_targets holds."""
+    """`end` of sequence `i_b`, for any value in num_targets."""
     end = n_tokens
     if context is not None:
         end = n_tokens - (context - 1)
@@ -30,7 +30,7 @@ def history_end(num_targets, context, i_b, n_tokens):
 
 @triton.jit
 def position(o, history):
-    """Where tokens `o` stand."""
+    """Positions of tokens `o`."""
     context, end, _ = history
     if context is not None:
         o = tl.maximum(o - (context - 1), 0)
@@ -39,7 +39,7 @@ def position(o, history):
 
 @triton.jit
 def first_at(i_position, history):
-    """The first token that stands at `i_position` or later, for a position up to `end`."""
+    """The first token at `i_position` or later, for a position up to `end`."""
     i_first = tl.maximum(i_position, 0)
     if history.context is not None:
         i_first = tl.where(i_position > 0, i_position + (history.context - 1), 0)

@@ -9,7 +9,7 @@ part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right
 Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a
 backward visits them.
 
-A backward that owns keys walks the query tiles that meet its block; the accumulator of a query tile's gradient wants to
+A backward that owns keys walks the query tiles that meet its block; the accumulator of a query tile's gradient needs to
 know, from the same rule, which blocks add to it and which of them is the first. The mask is that of `mask.keep`.
 """
 
@@ -30,7 +30,7 @@ def diagonal(n_queries, n_keys, KEY_STRIDE: tl.constexpr):
 
 @triton.jit
 def key_position(o_n, KEY_STRIDE: tl.constexpr):
-    """Where key `o_n` stands."""
+    """Position of key `o_n`."""
     if KEY_STRIDE is not None:
         o_n = o_n * KEY_STRIDE
     return o_n
@@ -83,8 +83,8 @@ def keys_before(position, KEY_STRIDE: tl.constexpr):
 def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
     """Keys up to the last that any query sees, where they have a stride, else all.
 
-    A packed sequence has room for one key more, or not, by where it lies: how tiles are masked, and so how sums round,
-    must not follow from that.
+    A packed sequence has room for one key more, or not, depending on its start: how tiles are masked, and so how sums
+    round, must not depend on that.
     """
     if KEY_STRIDE is not None:
         n_keys = tl.minimum(n_keys, tl.maximum(keys_before(n_queries + right, KEY_STRIDE), 0))
@@ -193,7 +193,7 @@ def key_blocks(i_m, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def head_and_slot(place, n_slots, n_heads, together):
-    """Head and slot at a place in the order of work: `together` heads at a time, and of those all with the same slot in
+    """Head and slot at a position in the work order: `together` heads at a time, and of those all with the same slot in
     a row.
 
     Of one head, the slots come in ascending order.
@@ -217,8 +217,8 @@ def first_from(i_n, off, limits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def meets_first(i_tile, first, i_block, limits):
-    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` as `first_from` has
-    it.
+    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` comes from
+    `first_from`.
 
     Without a left limit the first block of all is, so that a loop need not hold `first`.
     """

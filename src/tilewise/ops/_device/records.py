@@ -2,12 +2,12 @@
 
 Triton takes a NamedTuple as a kernel's argument, as a constant and as a value made inside a kernel, and compiles to the
 same code as for its fields one by one. Fields of a record that is an argument are specialised as plain arguments are
-(whole numbers of 1, multiples of 16, aligned pointers), whatever `do_not_specialize` says: a size that changes from
-call to call stays a parameter of its own. A constant inside a record that a kernel makes is a constant no more once the
-record has a name: those travel in one that is a `tl.constexpr` parameter. Up to Triton 3.7 a field of that is a plain
-number, which jitted functions take as `tl.constexpr` alone (not `tl.zeros` or `tl.cdiv`). Triton 3.6 asks more: a
+(integers of 1, multiples of 16, aligned pointers), regardless of `do_not_specialize`: a size that changes from
+call to call stays a separate parameter. A constant inside a record that a kernel makes is no longer a constant once
+the record has a name: pass those in a `tl.constexpr` record. Up to Triton 3.7 a field of that is a plain
+number, which jitted functions take as `tl.constexpr` alone (not `tl.zeros` or `tl.cdiv`). Triton 3.6 is stricter: a
 record with a field of None is neither compared with None as a whole (ask a field) nor returned from a function, and a
-string inside one is passed on under a name of its own.
+string inside one is assigned to a name before it is passed on.
 """
 
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ class Window(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of a window, whatever the sequence: how far a query sees to the left and to the right; None: to the end."""
+    """A window's limits, for every sequence: how far a query sees to the left and to the right; None: to the end."""
 
     left: Any
     right: Any
@@ -143,7 +143,7 @@ class Taps(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Constants of a kernel over tiles of queries and keys: channels, and as tiles hold them; rows of tiles; positions
+    """Constants of a kernel over tiles of queries and keys: channels, also padded to tiles; rows of tiles; positions
     from key to key (None: as queries); 1 for tiles through TMA, 2 where packed; the precision of products.
     """
 
@@ -195,7 +195,7 @@ class SiluScales(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What a softmax's backward knows of each query row: see `delta`."""
+    """What a softmax's backward needs of each query row: see `delta`."""
 
     lse_log2: Any
     delta: Any

@@ -1,7 +1,7 @@
 """Scores and the online softmax, in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a
 probability.
 
-What a softmax's backward wants to know of each query row.
+What a softmax's backward needs of each query row.
 """
 
 import triton

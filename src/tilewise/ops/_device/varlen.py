@@ -8,7 +8,7 @@ from tilewise.ops._device.records import Place
 
 @triton.jit
 def load_offset(p_cu, i_b, n_tokens):
-    """Offset `i_b`, kept inside 0 .. n_tokens whatever the memory holds, so that bad offsets never lead
+    """Offset `i_b`, clamped to 0 .. n_tokens, so that bad offsets in memory never lead
     out of bounds.
     """
     return tl.minimum(tl.maximum(tl.load(p_cu + i_b), 0), n_tokens).to(tl.int32)
@@ -25,7 +25,7 @@ def sequence_bounds(p_cu, i_b, n_tokens):
 def find_tile(p_cu, i_slot, n_batch, n_tokens, BLOCK: tl.constexpr):
     """The sequence that owns tile slot `i_slot`, and which of its tiles that is.
 
-    Sequence b owns the slots from `cu[b] // BLOCK + b` on: at least as many as it has tiles, and known without a look
+    Sequence b owns the slots from `cu[b] // BLOCK + b` on: at least as many as it has tiles, and known without looking
     at the other lengths, so that the host needs no lengths (no synchronisation) to choose a grid of
     `n_tokens // BLOCK + n_batch` slots.
     """
@@ -106,7 +106,7 @@ def first_slot(i_b, p_cu, n_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """As `locate_tile`, in the order of work: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense
+    """As `locate_tile`, in work order: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense
     ones have none.
 
     All heads of a tile are neighbours.

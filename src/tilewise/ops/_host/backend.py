@@ -1,6 +1,6 @@
 """Which implementation runs a call: `triton`, `cpu` or `reference`.
 
-And how many kernels are compiled at a time. No Triton here: commands that only start helpers ask too.
+And how many kernels to compile in parallel. Imports no Triton: commands that only start helpers use it too.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ BACKENDS = ("triton", "cpu", "reference")
 MINIMUM_CAPABILITY = (8, 0)
 
 
-# Triton decides when a kernel is defined, so once for a process.
+# Triton decides this when a kernel is defined, so once per process.
 HAS_TRITON = triton is not None
-# By a function of Triton's own: the variable may have been set or unset since.
+# Ask a function of Triton's: the variable may have been set or unset since.
 _INTERPRETING = HAS_TRITON and any(
     type(x).__name__ == "InterpretedFunction" for x in vars(triton.language.standard).values()
 )
@@ -39,7 +39,7 @@ def resolve_backend(requested: str | None, device: torch.device) -> str:
 
     It runs or raises; it never falls back.
     """
-    # Only what is explained has tensors there: torch.compile sees no context variable.
+    # Only explained calls have tensors there: torch.compile sees no context variable.
     found = _explained.get() if device.type == "meta" else None
     device = device if found is None else found.device
     source = "backend"
@@ -86,13 +86,13 @@ def _check_triton(device: torch.device, source: str) -> None:
         )
 
 
-# Of a context: a thread's, or a task's. Others are not touched.
+# Per context: a thread or a task. Others are not affected.
 _as_if: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_as_if", default=None)
 
 
 @contextlib.contextmanager
 def as_if_on(architecture: int) -> Iterator[None]:
-    """Inside, `architecture` says this one in this context, whatever the device: for launches that are compiled and not
+    """Inside, `architecture` returns this one in this context, on any device: for launches that are compiled but not
     run.
     """
     token = _as_if.set(architecture)
@@ -103,7 +103,7 @@ def as_if_on(architecture: int) -> Iterator[None]:
 
 
 def pretended() -> int | None:
-    """The architecture that `as_if_on` says; None where it is not in force."""
+    """The architecture set by `as_if_on`; None outside it."""
     return _as_if.get()
 
 
@@ -126,7 +126,7 @@ def collected() -> list[Any] | None:
 
 
 class Explained:
-    """What `tilewise.explain` hears of a call of `meta` tensors, which stand in for tensors on a device."""
+    """What `tilewise.explain` records of a call on `meta` tensors, which stand in for tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -135,7 +135,7 @@ class Explained:
         self.templates: list[tuple[str, Any]] = []
 
     def settle(self, name: str, asked: str) -> None:
-        """The backend, and what asked for it, if anything. Of one without launches there is nothing more to hear."""
+        """The backend, and what asked for it, if anything. One without launches records nothing more."""
         where = f"the tensors are on {self.device}" if _as_if.get() is None else f"as if on sm_{_as_if.get()}"
         self.backend, self.why = name, f"{asked} asks for it" if asked else where
         if name != "triton":
@@ -143,7 +143,7 @@ class Explained:
 
 
 class Settled(Exception):  # noqa: N818 it is no error
-    """Nothing more is to be explained."""
+    """Raised where nothing more is to be explained."""
 
 
 _explained: contextvars.ContextVar[Explained | None] = contextvars.ContextVar("tilewise_explained", default=None)
@@ -151,7 +151,7 @@ _explained: contextvars.ContextVar[Explained | None] = contextvars.ContextVar("t
 
 @contextlib.contextmanager
 def explaining(found: Explained) -> Iterator[None]:
-    """Inside, this context's calls of `meta` tensors do not run: their templates are collected."""
+    """Inside, this context's calls on `meta` tensors do not run: their templates are collected."""
     token = _explained.set(found)
     try:
         yield
@@ -160,23 +160,23 @@ def explaining(found: Explained) -> Iterator[None]:
 
 
 def explained() -> Explained | None:
-    """Where this context's calls are explained; None where they run."""
+    """Where this context's calls are recorded; None where they run."""
     return _explained.get()
 
 
 def actual(device: torch.device) -> torch.device:
-    """The device that tensors are taken to be on: that of those which `meta` tensors stand in for."""
+    """The device that tensors count as being on: for `meta` tensors, that of the tensors they stand in for."""
     found = _explained.get() if device.type == "meta" else None
     return device if found is None else found.device
 
 
 def compiles_for(device: torch.device) -> bool:
-    """Whether kernels of tensors there are compiled; those of the CPU's are interpreted."""
+    """Whether kernels for tensors there are compiled; those for CPU tensors are interpreted."""
     return _as_if.get() is not None or actual(device).type == "cuda"
 
 
 def observed() -> bool:
-    """Whether launches are collected rather than run, or tiles are those of another architecture than the device's."""
+    """Whether launches are collected rather than run, or tiles are chosen for an architecture not the device's."""
     return _collected.get() is not None or _as_if.get() is not None or _explained.get() is not None
 
 
@@ -201,8 +201,8 @@ def watched() -> bool:
 
 
 def asked() -> contextvars.Context | None:
-    """What this context asked for, to be carried to a backward, which torch runs in a thread of its own; None where it
-    asked for nothing.
+    """This context's settings, to carry over to a backward, which torch runs in another thread; None where it
+    has none.
     """
     return contextvars.copy_context() if observed() or _watched.get() else None
 

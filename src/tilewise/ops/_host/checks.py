@@ -1,4 +1,4 @@
-"""Argument checks. Each error says what was expected, what came and what to do."""
+"""Argument checks. Each error says what was expected, what was passed and how to fix it."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`q [2, 128, 8, 64], k [2, 128, 4, 64]`: what came, for the end of a message."""
+    """`q [2, 128, 8, 64], k [2, 128, 4, 64]`: what was passed, for the end of a message."""
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
@@ -30,8 +30,8 @@ def check_attention_tensors(
     """Type, rank, dtype, device, last axis and channel count of tensors shaped `[B, T, H, D]`, or `[N, H, D]` where
     packed; returns the shapes.
 
-    `layout` stands in messages where dense tensors lie otherwise, and `offsets` is what the packed ones' offsets are
-    called.
+    `layout` is named in messages where dense tensors have another layout, and `offsets` is the name of the packed
+    ones' offsets.
     """
     shapes = []
     rank = 3 if packed else 4
@@ -61,7 +61,7 @@ def check_attention_tensors(
             raise TypeError(f"{name} is {x.dtype} and {first_name} is {dtype}: convert them to one dtype")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} and {first_name} is on {device}: move them to one device")
-        # As kernels have it: a constant.
+        # A constant, as in the kernels.
         channels = plain(shape[-1])
         check_last_axis(x, name)
         if not 1 <= channels <= MAX_CHANNELS:
@@ -112,7 +112,7 @@ def check_fit(
 
 def check_one_length(tensors: Mapping[str, torch.Tensor], shapes: list[torch.Size]) -> None:
     """Queries, keys and further tensors, in this order, over the same tokens and heads: keys of the queries' shape, the
-    rest of any channels.
+    rest with any number of channels.
     """
     shape_q, shape_k, *further = shapes
     name_q, name_k, *names = tensors
@@ -191,7 +191,7 @@ def check_not_fp64(x: torch.Tensor, name: str, backend: str) -> None:
 def check_offsets_tensor(
     offsets: torch.Tensor, name: str, device: torch.device, tokens: int, batch: int | None = None
 ) -> None:
-    """Type, rank, dtype, device and length of packed offsets `[B + 1]` of so many tokens."""
+    """Type, rank, dtype, device and length of packed offsets `[B + 1]` of this many tokens."""
     if not isinstance(offsets, TENSORS):
         raise TypeError(
             f"{name} is a {type(offsets).__name__}: expected an int32 or int64 torch.Tensor of B + 1 offsets"
@@ -216,7 +216,7 @@ def check_offsets_tensor(
 
 
 def values_are_checked(x: torch.Tensor) -> bool:
-    """Values of CPU tensors always; of CUDA tensors only with TILEWISE_CHECK=1, for that costs a synchronisation."""
+    """Values of CPU tensors always; of CUDA tensors only with TILEWISE_CHECK=1, since that costs a synchronisation."""
     return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("TILEWISE_CHECK") == "1")
 
 
@@ -276,7 +276,7 @@ def check_number(value: float, name: str, minimum: float = -math.inf) -> None:
 
 
 def as_float(value: Any) -> Any:
-    """A number as a float; a symbol of one stays what it is."""
+    """A number as a float; a symbol of one stays a symbol."""
     return value if isinstance(value, Symbol) and isinstance(value.value, float) else float(value)
 
 

@@ -1,8 +1,8 @@
-"""Compiling side by side: all kernels that a call will need, at the first one that is missing.
+"""Compiling in parallel: all kernels that a call will need, as soon as one is missing.
 
-Helpers are threads: Triton holds Python's lock for about a fifth of a compilation, and a helper process would first
-import Triton and hash its library, 2 to 3 s. Processes that start at once, the ranks of a job, share the work by lock
-files in Triton's cache.
+Helpers are threads: Triton holds the GIL for about a fifth of a compilation, and a helper process would first
+import Triton and hash its library, 2 to 3 s. Processes that start together, the ranks of a job, share the work through
+lock files in Triton's cache.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-# Beside Triton's own folders in its cache.
+# Next to Triton's own folders in its cache.
 LOCKS = "tilewise-locks"
 # Seconds that a process waits for another one's kernel before it compiles the kernel itself.
 MOST_WAITED = 120.0
-# Seconds between two looks at the locks of others.
+# Seconds between polls of other processes' locks.
 PAUSE = 0.02
 
 
 class _Expected:
-    """What a call will launch, asked for at most once: a second kernel that is missing is compiled alone."""
+    """What a call will launch, asked for at most once: a second missing kernel is compiled alone."""
 
     def __init__(self, launches: Callable[[], Sequence[Launch]]) -> None:
         self._launches: Callable[[], Sequence[Launch]] | None = launches
@@ -50,15 +50,15 @@ class _Expected:
         return launches() if launches else ()
 
 
-# Of the call that this context is in.
+# Of this context's current call.
 _expected: contextvars.ContextVar[_Expected | None] = contextvars.ContextVar("tilewise_expected", default=None)
 
 
 @contextlib.contextmanager
 def expecting(launches: Callable[[], Sequence[Launch]]) -> Iterator[None]:
-    """Inside, the first kernel that is missing has all of `launches()` compiled beside it.
+    """Inside, the first missing kernel is compiled together with all of `launches()`.
 
-    An outer one, which knows of more, stays in force.
+    An outer one, which knows more, stays in effect.
     """
     if _expected.get() is not None:
         yield
@@ -71,13 +71,13 @@ def expecting(launches: Callable[[], Sequence[Launch]]) -> Iterator[None]:
 
 
 def expected() -> Sequence[Launch]:
-    """What the call that this context is in will launch; nothing where that is not known, or was asked for before."""
+    """What this context's call will launch; nothing where that is unknown, or was asked for before."""
     known = _expected.get()
     return () if known is None else known.take()
 
 
 def lock_name(*key: Any) -> str:
-    """Of a kernel's lock file, by what tells it from others in all processes alike."""
+    """The name of a kernel's lock file, the same in all processes."""
     return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
@@ -92,7 +92,7 @@ class _Lock:
         self._file: int | None = None
 
     def take(self) -> bool:
-        """False where somebody else holds it."""
+        """False where another process holds it."""
         if fcntl is None:
             return True
         try:
@@ -118,26 +118,26 @@ class _Lock:
 
 @dataclass
 class Task:
-    """A kernel to compile, and the name of its lock. The length of its source tells how long that takes, roughly."""
+    """A kernel to compile, and the name of its lock. The length of its source roughly predicts the compile time."""
 
     name: str
     compile: Callable[[], object]
     length: int = 0
-    # When it was first found to be another process's.
+    # When another process was first found compiling it.
     waiting_since: float | None = None
 
 
 class _Queue:
-    """Tasks that several threads work through: first those that no other process is at."""
+    """A work queue for several threads: tasks that no other process is compiling come first."""
 
     def __init__(self, tasks: Sequence[Task], done: Callable[[Task, Exception | None], None]) -> None:
-        # The longest first: begun last, it would keep all waiting.
+        # Longest first: started last, it would keep all waiting.
         self._tasks = deque(sorted(tasks, key=lambda task: -task.length))
         self._done = done
         self.stopped = False
 
     def work(self) -> None:
-        """Until nothing is left."""
+        """Work until the queue is empty."""
         passed = 0
         while not self.stopped:
             try:
@@ -158,7 +158,7 @@ class _Queue:
             passed = 0
             error = None
             try:
-                # Triton looks into its cache first: another process may just have been here.
+                # Triton checks its cache first: another process may have just compiled it.
                 task.compile()
             except Exception as raised:
                 error = raised
@@ -168,18 +168,18 @@ class _Queue:
 
 
 def _nothing(_task: Task, _error: Exception | None) -> None:
-    # Whoever launches the kernel compiles it again, and raises.
+    # The launch compiles it again, and raises.
     pass
 
 
 def compile_all(tasks: Sequence[Task], done: Callable[[Task, Exception | None], None] = _nothing) -> None:
-    """Compile, at most `jobs()` at a time; `done` is told of each. With one job no thread is started."""
+    """Compile, at most `jobs()` at a time; `done` is called for each. With one job no thread is started."""
     count = min(jobs(), len(tasks))
     queue = _Queue(tasks, done)
     if count <= 1:
         queue.work()
         return
-    # Once, and not in each thread: it reads several hundred MB.
+    # Once, not in each thread: it reads several hundred MB.
     cache.triton_key()
     threads = [threading.Thread(target=queue.work, name=f"tilewise-compile-{i}") for i in range(count)]
     try:
@@ -188,5 +188,5 @@ def compile_all(tasks: Sequence[Task], done: Callable[[Task, Exception | None], 
         for thread in threads:
             thread.join()
     finally:
-        # After an interrupt what is begun is finished, and nothing else begun.
+        # After an interrupt, running compilations finish and no others start.
         queue.stopped = True

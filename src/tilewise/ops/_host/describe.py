@@ -25,7 +25,7 @@ LOGGER = logging.getLogger("tilewise")
 LOGGING = os.environ.get("TILEWISE_LOG") == "1"
 # Problems that are remembered as logged.
 MOST_LOGGED = 4096
-# Queries of a warpgroup. The forward for Hopper is told how many of these there are, not their rows.
+# Queries of a warpgroup. The Hopper forward is passed the number of warpgroups, not of rows.
 WARPGROUP_ROWS = 64
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -34,7 +34,7 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 class Kernel:
     """One kernel of a call.
 
-    What a kernel has no such number of is None: a warp-specialised one has no number of warps.
+    A number that a kernel does not have is None: a warp-specialised one has no single number of warps.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Kernel:
 
 def _kernel(launch: Any) -> Kernel:
     kernel, arguments = launch.kernel, dict(launch.arguments)
-    # Constants come one by one, or in a record.
+    # Constants are passed one by one, or in a record.
     for value in launch.arguments.values():
         arguments = {**getattr(value, "_asdict", dict)(), **arguments}
     groups = arguments.get("GROUPS")
@@ -78,7 +78,7 @@ def _kernel(launch: Any) -> Kernel:
 
 
 def kernels_of(made: Any) -> tuple[Kernel, ...]:
-    """A template's kernels in order; launches that are alike are one, in the place of the first."""
+    """A template's kernels in order; identical launches are merged into the first."""
     counted = Counter(_kernel(launch) for launch in made.launches)
     return tuple(Kernel(**{**vars(kernel), "times": times}) for kernel, times in counted.items())
 

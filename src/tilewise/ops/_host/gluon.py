@@ -15,7 +15,7 @@ from typing import Any
 
 # The newest release that the kernels have been run with.
 NEWEST_KNOWN = (3, 9)
-# By module, what the kernels use of it; of names with a | between them any one will do.
+# By module, the names that the kernels use; of names separated by | any one will do.
 NEEDED: dict[str, tuple[str, ...]] = {
     "triton.language.core": ("_aggregate",),
     "triton.experimental.gluon": ("jit",),
@@ -49,14 +49,14 @@ def _has(module: Any, name: str) -> bool:
 def _in_words(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"no module named {error.name}"
-    # Without the file that Python names: reasons are shown to others.
+    # Without the file path in Python's message: reasons are shown to others.
     lines = re.sub(r" \([^()]*[/\\][^()]*\)", "", str(error).strip()).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _imported() -> tuple[str, str | None]:
     """Triton's version, "" without it, and what is missing of Gluon, None where nothing is."""
-    # Anything may go wrong in a package that does not fit this machine, and reference and CPU backends do without it.
+    # Anything may fail in a package that does not fit this machine, and reference and CPU backends do not need it.
     try:
         version = str(importlib.import_module("triton").__version__)
     except Exception as error:
@@ -100,9 +100,9 @@ def why_off() -> str | None:
 
 
 def usable() -> bool:
-    """Whether kernels in Gluon can be used. To be asked where they would be: on a Hopper GPU.
+    """Whether kernels in Gluon can be used. Call it only where they would be: on a Hopper GPU.
 
-    Once in a process it warns where a Triton newer than all that are known has another Gluon: an upgrade made calls
+    Warns once per process where a Triton newer than every known one has another Gluon: an upgrade made calls
     slower.
     """
     if not AVAILABLE and _is_newer(_version):

@@ -1,4 +1,4 @@
-"""Host's part of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors,
+"""Host side of the Gluon kernels for Hopper: tensor descriptors for tiles of rows, of dense and of packed tensors,
 and the SMs to fill.
 """
 
@@ -13,9 +13,9 @@ from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.launch import Descriptor
 from tilewise.ops._host.symbol import cached
 
-# Where there is no GPU to ask: an H100's and an H200's.
+# SMs where there is no GPU to ask: an H100's and an H200's.
 SMS = 132
-# Of a packed descriptor's outermost axis, see `tile_descriptor`: with RAGGED_ROWS steps an address goes round all 2^64.
+# A packed descriptor's outermost axis, see `tile_descriptor`: RAGGED_ROWS steps of this stride wrap around 2^64.
 MOST_ROWS = RAGGED_ROWS.value
 RAGGED_STRIDE = 2**64 // MOST_ROWS
 # More than any index along that axis and the next.
@@ -24,7 +24,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def fits_tiles(x: torch.Tensor) -> bool:
-    """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` as it lies: aligned to 16 bytes
+    """Whether `tile_descriptor` can describe dense `[B, T, H, D]` or packed `[N, H, D]` in place: aligned to 16 bytes
     in every axis, not empty.
     """
     if x.dim() == 4:

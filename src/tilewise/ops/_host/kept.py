@@ -1,4 +1,4 @@
-"""A table that keeps what was used last."""
+"""An LRU cache."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 
 
 class Kept(Generic[Value]):
-    """Values by key, at most so many: beyond, the least recently used one goes, and no other. Threads may share it."""
+    """Values by key, up to a maximum: beyond it only the least recently used one is evicted. Threads may share it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -16,7 +16,7 @@ class Kept(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, key: tuple[Any, ...]) -> Value | None:
-        """The value of a key, None where there is none; a use of it."""
+        """The value of a key, None where there is none; counts as a use."""
         value = self._values.get(key)
         if value is not None:
             try:  # noqa: SIM105 (a context manager would take longer than the rest)

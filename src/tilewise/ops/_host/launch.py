@@ -50,7 +50,7 @@ class Launch:
         return self.kernel.warmup(grid=(self.grid,), **self.for_triton().arguments)
 
     def for_triton(self) -> "Launch":
-        """The same with descriptors of Triton's, and numbers in place of symbols."""
+        """The same with Triton's descriptors, and numbers in place of symbols."""
         numbers = {name: sample(x) for name, x in self.arguments.items()}
         arguments = {name: x.triton() if isinstance(x, Descriptor) else x for name, x in numbers.items()}
         return Launch(self.kernel, sample(self.grid), arguments)

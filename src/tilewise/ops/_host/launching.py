@@ -1,6 +1,6 @@
 """Launches of tensors: run, or collected to be compiled without a GPU or audited at sizes that no machine holds.
 
-Packed batches: sequences end to end, told apart by offsets. Work cut into pieces.
+Packed batches: sequences end to end, separated by offsets. Work split into chunks.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from tilewise.ops._host.start import Repeated as Repeated
 from tilewise.ops._host.symbol import cached
 
 if backend.interpreting():
-    # Interpretation was asked for before Triton was imported: then Triton's interpreter is what kernels run through
+    # The interpreter was requested before Triton was imported: kernels then run through Triton's interpreter
     # here.
     from tilewise import interpreter
 
@@ -61,21 +61,21 @@ def run_repeated(repeated: start.Repeated, varying: Mapping[str, Any], device: t
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two that is not below a number, and at least 1; Triton's own takes 15 µs."""
+    """The smallest power of two not below a number, and at least 1; Triton's own takes 15 µs."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @cached
 def padded_channels(channels: int) -> int:
-    """Channels as a tile holds them: a power of two, at least the 16 that a matrix product wants."""
+    """Channels padded to a tile: a power of two, at least the 16 that a matrix product needs."""
     return max(16, power_of_2(channels))
 
 
 @cached
 def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
-    """Channels of q and k, and of v, as tiles hold them.
+    """Channels of q and k, and of v, padded to tiles.
 
-    A tile narrower than 128 bytes beside a wider one is widened: Triton 3.6 on Hopper mixes up their layouts in shared
+    A tile narrower than 128 bytes next to a wider one is widened: Triton 3.6 on Hopper mixes up their layouts in shared
     memory, and the products come out wrong (`tilewise doctor` probes for it).
     """
     block_d, block_dv = padded_channels(channels), padded_channels(values)
@@ -84,7 +84,7 @@ def tile_widths(channels: int, values: int, element_size: int) -> tuple[int, int
 
 
 def row_strides(strides: tuple[int, ...]) -> Strides:
-    """From those of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
+    """Strides of `[B, T, H, D]`, or of packed `[N, H, D]`, which has no batch axis."""
     return Strides(*strides[:3]) if len(strides) == 4 else Strides(0, *strides[:2])
 
 
@@ -96,20 +96,20 @@ def strided(x: torch.Tensor) -> Strided:
 def read_strides(
     tma: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
 ) -> ReadStrides:
-    """Of what a kernel reads, through descriptors where `tma` says so."""
+    """Strides of what a kernel reads; none with descriptors, where `tma` says so."""
     if tma:
         return ReadStrides(None, None, None, None)
     return ReadStrides(*(None if x is None else row_strides(x.stride()) for x in (q, k, v, do)))
 
 
 def lse_strides(strides: tuple[int, ...]) -> Strides:
-    """From those of `[B, H, T]`, or of packed `[H, N]`."""
+    """Strides of `[B, H, T]`, or of packed `[H, N]`."""
     *batch, head, token = strides
     return Strides(batch[0] if batch else 0, token, head)
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` as it lies: 16-byte aligned in every axis,
+    """Whether the tensor memory accelerator can read dense `[B, T, H, D]` in place: 16-byte aligned in every axis,
     not expanded, not empty.
 
     It takes strides below 2^40 bytes.
@@ -118,7 +118,7 @@ def fits_descriptor(x: torch.Tensor) -> bool:
         return False
     per_line, most = 16 // x.element_size(), 2**40 // x.element_size()
     first, second, third, _ = x.stride()
-    # Per line is a power of two: a low bit of any of them would be one of all.
+    # `per_line` is a power of two: the OR of the strides is a multiple of it where all of them are.
     return (
         (first | second | third) % per_line == 0 and min(first, second, third) > 0 and max(first, second, third) < most
     )
@@ -169,7 +169,7 @@ def tile_slots(tokens: int, block: int, offsets: torch.Tensor | None) -> int:
 
 
 def pieces(total: int, most: int) -> list[tuple[int, int]]:
-    """All of `total` in pieces of at most `most`: where each begins, and how many it has."""
+    """Splits `total` into chunks of at most `most`: the start and the size of each."""
     found = []
     first = 0
     # A range would fix its symbols.

@@ -1,8 +1,8 @@
 """Programs: a template as two functions in Python, written once and run by every call that its plan decides alike for.
 
 `solve` takes a call's tensors and whole numbers and computes what differs from call to call: sizes, strides, grids. It
-gives None where a decision of the plan comes out otherwise. `run` allocates, computes and launches, straight down, with
-what `solve` gave.
+returns None where a decision of the plan comes out differently. `run` allocates, computes and launches in order, with
+what `solve` returned.
 """
 
 import functools
@@ -20,10 +20,10 @@ from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.symbol import ALIGNMENT, NAMES, Slot, Symbol, Trace
 from tilewise.ops._host.template import Allocation, Computation, Start, Template
 
-# Kinds of arguments of one plan; beyond, the least recently used one goes.
+# Kinds of arguments kept per plan; beyond that the least recently used one is evicted.
 MOST_KINDS = 256
-# Programs of one kind, one for each way that its plan goes: some 70 for native sparse attention's backward. Beyond,
-# the least recently used one goes.
+# Programs kept per kind, one for each path through its plan: some 70 for native sparse attention's backward. Beyond
+# that the least recently used one is evicted.
 MOST_PROGRAMS = 128
 # Encoded descriptors that a launch keeps, by address.
 MOST_ENCODED = 64
@@ -37,7 +37,7 @@ Run = Callable[[Sequence[torch.Tensor], Values], Any]
 class _Encoded:
     """A descriptor among a launch's arguments.
 
-    Its encoded form is kept while memory lies at the same addresses and has the same sizes.
+    Its encoded form is reused while addresses and sizes stay the same.
     """
 
     def __init__(self, encoder: start.Encoder) -> None:
@@ -45,7 +45,7 @@ class _Encoded:
         self.kept: dict[Any, Any] = {}
 
     def encode(self, key: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """For what was not seen lately."""
+        """Encode one that is not kept."""
         if len(self.kept) >= MOST_ENCODED:
             self.kept.clear()
         self.kept[key] = encoded = self.encoder(address, shape, strides)
@@ -70,7 +70,7 @@ class _Writer:
         self._write_steps()
 
     def source(self, values: Sequence[str]) -> str:
-        """The function, which is given the values of these symbols."""
+        """The function, which takes the values of these symbols."""
         made = self._template
         head = [f"{''.join(f'x{i}, ' for i in range(made.given_count))}= tensors"]
         head += [f"{''.join(f'{name}, ' for name in values)}= values"] if values else []
@@ -83,7 +83,7 @@ class _Writer:
         return "\n    ".join(["def run(tensors, values):", *self._unless_elsewhere(), *head, *self._lines])
 
     def _unless_elsewhere(self) -> list[str]:
-        """Another device may be the current one, and there may be somebody who watches."""
+        """Another device may be current, and something may be watching."""
         asked = [f"{self._constant(torch._C._cuda_getDevice)}() != {self._template.device.index}"]
         if not self._careful:
             hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -97,7 +97,7 @@ class _Writer:
     def _constant(self, value: Any) -> str:
         name = self._names.get(id(value))
         if name is None:
-            # The globals keep it, and so its id.
+            # The globals keep it alive, so its id stays valid.
             name = self._names[id(value)] = f"c{len(self._names)}"
             self.globals[name] = value
         return name
@@ -115,7 +115,7 @@ class _Writer:
         if kind is Slot:
             return self._address(value)
         if isinstance(value, tuple):
-            # A record too: its names have done their work.
+            # A record too: its field names are no longer needed.
             return f"({''.join(f'{self._text(x)}, ' for x in value)})"
         return self._constant(value)
 
@@ -173,7 +173,7 @@ class _Writer:
         self._lines.append(f"a{slot.base} = {name}.data_ptr()")
 
     def _share(self, slots: Sequence[Slot]) -> None:
-        """One piece of memory for several slots, each at a multiple of SHARED_ALIGNMENT; for none, none."""
+        """One allocation for several slots, each at a multiple of SHARED_ALIGNMENT; for none, none."""
         if not slots:
             return
         places: list[tuple[int, Any]] = []
@@ -243,7 +243,7 @@ class _Writer:
         return name
 
     def _through_triton(self, found: start.Found, grid: Any) -> str:
-        """As Triton launches, with all that it does around it."""
+        """Launch through Triton, with all that it does around a launch."""
         placed = self._constant(start.Placed)
         arguments = [
             (
@@ -257,7 +257,7 @@ class _Writer:
 
 
 class Program:
-    """What runs a template, for all calls by whose numbers its plan decides alike."""
+    """Runs a template, for all calls whose numbers lead its plan to the same decisions."""
 
     def __init__(self, made: Template) -> None:
         # Which kernel is launched may depend on a number too.
@@ -303,7 +303,7 @@ def _defined(name: str, source: str, names: dict[str, Any]) -> Any:
 
 
 def _read(arguments: Sequence[Any], kind: list[Any], tensors: list[torch.Tensor], numbers: list[float]) -> None:
-    """Append what decides by which programs `arguments` may be run, their tensors, and their numbers."""
+    """Append what decides which programs may run `arguments`, their tensors, and their numbers."""
     for x in arguments:
         if x is None:
             kind.append(None)
@@ -317,12 +317,12 @@ def _read(arguments: Sequence[Any], kind: list[Any], tensors: list[torch.Tensor]
             kind += (x.__class__, len(x))
             _read(x, kind, tensors, numbers)
         else:
-            # True and 1 are equal, and not the same option.
+            # True and 1 are equal, but not the same option.
             kind += (x.__class__, x)
 
 
 class Found(NamedTuple):
-    """A program for a call, and what it is given."""
+    """A program for a call, and its arguments."""
 
     program: Program
     tensors: list[torch.Tensor]
@@ -334,7 +334,7 @@ class Found(NamedTuple):
 
 
 class Planned:
-    """A plan and the programs that run it on a GPU: by kinds of arguments, and by the ways that it goes with one."""
+    """A plan and the programs that run it on a GPU: by kind of arguments, then by path through the plan."""
 
     def __init__(self, plan: Callable[..., Any]) -> None:
         self.plan = plan
@@ -352,7 +352,7 @@ class Planned:
             values = program.solve(tensors, numbers)
             if values is not None:
                 if i > 0:
-                    # The one that was used last comes first.
+                    # Most recently used first.
                     with self._changing:
                         others = [one for one in self._kinds.get(key) or () if one is not program]
                         self._kinds.add(key, [program, *others])
@@ -360,7 +360,7 @@ class Planned:
         return None
 
     def make(self, arguments: tuple[Any, ...], expected: Callable[[], Sequence[Launch]] | None = None) -> Found:
-        """The same where there is none; with what `expected` says compiled beside it, where a kernel is missing."""
+        """The same where there is none; where a kernel is missing, what `expected` lists is compiled with it."""
         kind: list[Any] = []
         tensors: list[torch.Tensor] = []
         numbers: list[float] = []
@@ -373,7 +373,7 @@ class Planned:
             program = Program(template.make(self.plan, arguments, device, Trace()))
         with self._changing:
             programs = self._kinds.get(key) or []
-            # Another thread may have been as fast.
+            # Another thread may have added it meanwhile.
             if all(one.solve(tensors, numbers) is None for one in programs):
                 self._kinds.add(key, [program, *programs][:MOST_PROGRAMS])
         values = program.solve(tensors, numbers)
@@ -381,7 +381,7 @@ class Planned:
         return Found(program, tensors, values)
 
     def forget(self) -> None:
-        """Drop all programs: after a change of what the plan reads beside its arguments."""
+        """Drop all programs: after a change of what the plan reads besides its arguments."""
         self._kinds.clear()
 
 
@@ -406,7 +406,7 @@ class Operation:
         return (self._planned.known(arguments) or self._planned.make(arguments)).run()
 
     def forget(self) -> None:
-        """Drop all programs: after a change of what the plan reads beside its arguments."""
+        """Drop all programs: after a change of what the plan reads besides its arguments."""
         self._planned.forget()
 
 

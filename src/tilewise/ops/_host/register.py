@@ -1,5 +1,5 @@
-"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the short way
-of plain eager calls.
+"""Registration of operators with torch, so that autograd, torch.compile and opcheck see through them; and the fast path
+for plain eager calls.
 
 torch.autocast is treated as torch's own scaled_dot_product_attention treats it.
 """
@@ -24,9 +24,9 @@ if backend.HAS_TRITON:
 
 # Registrations live as long as the process.
 _library = library.Library("tilewise", "FRAGMENT")
-# Calls of an operator whose program is remembered by all of their metadata; beyond, the least recently used one goes.
+# Calls per operator whose program is kept by all their metadata; beyond that the least recently used is evicted.
 MOST_CALLS = 1024
-# Of torch's own classes: another one may be anything.
+# torch's own classes: a subclass may do anything.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -91,9 +91,9 @@ class Operator:
         self._plan = plan
         self._differentiate = differentiate
         self._log = log
-        # What runs a call of some metadata.
+        # Programs by a call's metadata.
         self._calls: Kept[tuple[Program, Values]] = Kept(MOST_CALLS)
-        # The plan after a check of what is given, by what checks.
+        # The plan after its argument checks, by the function that checks.
         self._planned: dict[Callable[..., Any], Planned] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -119,7 +119,7 @@ class Operator:
         return self.run(*arguments)
 
     def call_checked(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-        """Call with arguments that need no check but of values, tensors first: a backward's, which is in a hurry."""
+        """Call with arguments that need no check but of values, tensors first: a backward's, where latency counts."""
         if torch.is_grad_enabled() or _is_traced() or "TILEWISE_CHECK" in os.environ:
             return self.call(given, numbers, _as_they_are)
         if not self._has_programs(given[0]):
@@ -147,7 +147,7 @@ class Operator:
     def call(
         self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., tuple[Any, ...] | None]
     ) -> Any:
-        """Call with what a user gave: tensors or None, and options.
+        """Call with a user's arguments: tensors or None, and options.
 
         `prepare(*given, *options)` checks them and returns the operator's arguments, its tensors first and in the order
         of the given ones; None where the operator is not to be called, which is then returned. A plain eager call on a
@@ -164,8 +164,8 @@ class Operator:
     def _find_remembered(
         self, given: tuple[Any, ...], options: tuple[Any, ...], prepare: Callable[..., Any]
     ) -> "Found | None":
-        """A call's program; None where it is not a program's."""
-        # 1, True and 1.0 are equal, and not the same option.
+        """A call's program; None where no program may run it."""
+        # 1, True and 1.0 are equal, but not the same option.
         key: list[Any] = [os.environ.get("TILEWISE_BACKEND"), *options, *[_kind(x) for x in options]]
         tensors = []
         for x in given:
@@ -179,7 +179,7 @@ class Operator:
         try:
             found = self._calls.get(whole := tuple(key))
         except TypeError:
-            # An option, such as a list, that is no key.
+            # An option that is not hashable, such as a list.
             return None
         if found is None:
             made = self._find(
@@ -191,7 +191,7 @@ class Operator:
         return Found(found[0], tensors, found[1])
 
     def forget(self) -> None:
-        """Drop all programs: after a change of what a plan reads beside its arguments."""
+        """Drop all programs: after a change of what a plan reads besides its arguments."""
         self._calls.clear()
         self._planned.clear()
 
@@ -205,7 +205,7 @@ class Operator:
         prepare: Callable[..., tuple[Any, ...] | None],
         differentiated: bool,
     ) -> "Found | None":
-        """The program of a call, and what it is given; None where the operator is not to be called, or not with
+        """The program of a call, and its arguments; None where the operator is not to be called, or not with
         Triton's kernels.
         """
         asked = (*given, *options, os.environ.get("TILEWISE_BACKEND"))
@@ -237,9 +237,9 @@ class Operator:
 
 
 def _after(prepare: Callable[..., Any], plan: Callable[..., Any]) -> Callable[..., Any]:
-    """The plan of what is given, which is checked and made arguments first: results and arguments.
+    """The plan of a user's arguments, which are checked and converted first: results and arguments.
 
-    What is asked for last is the environment's.
+    The last argument is the environment's.
     """
 
     def checked(*asked: Any) -> Any:
@@ -269,7 +269,7 @@ def _autograd_functions(
     """`apply(arguments, *tensors)`: all arguments in one, and again those that autograd must see. And
     `apply(found, *given)`, of a program.
 
-    torch looks at every argument of apply several times, and where setup_context is a method of its own also at
+    torch looks at every argument of apply several times, and where setup_context is a separate method also at
     forward's signature: with the schema's arguments one by one that took 60 µs.
     """
 
@@ -304,7 +304,7 @@ def _run_or_explain(
     plan: Callable[..., Any] | None,
     log: Callable[..., None] | None,
 ) -> Callable[..., Any]:
-    """`run`; but a call that is explained leaves its template, and one that is logged its line."""
+    """`run`; but an explained call records its template, and a logged one its line."""
 
     def run_or_explain(*arguments: Any) -> Any:
         found = backend.explained()
@@ -357,7 +357,7 @@ def register(
     functions = _autograd_functions(name, run, backward, setup_context, tensors)
 
     def differentiate(arguments: tuple[Any, ...], output: Any) -> None:
-        """The backward on slots, of a gradient that lies as torch mostly has it: of the first output alone, contiguous
+        """The backward on slots, for the usual gradient in torch: of the first output alone, contiguous
         and aligned.
         """
         first, *others = output if isinstance(output, tuple) else (output,)

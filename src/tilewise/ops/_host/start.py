@@ -21,7 +21,7 @@ from tilewise.ops._host.kept import Kept
 from tilewise.ops._host.launch import Descriptor, Launch
 from tilewise.ops._host.symbol import ALIGNMENT, Slot, Symbol, plain
 
-# Compiled kernels by what Triton specialises a launch on; beyond, the least recently used one goes.
+# Compiled kernels by what Triton specialises a launch on; beyond this many the least recently used is evicted.
 MOST_COMPILED = 4096
 
 
@@ -44,8 +44,8 @@ class Direct(NamedTuple):
     """Triton's launcher without what it does in Python at each launch:
     `launch(grid, 1, 1, stream, *before, *arguments)`.
 
-    Listed, the arguments are one of its. They are those of the kernel, with a descriptor's encoded form, shape and
-    strides in its place.
+    If `listed`, the arguments are passed as one list. They are the kernel's, with a descriptor's encoded form, shape
+    and strides in its place.
     """
 
     launch: Callable[..., None]
@@ -78,11 +78,11 @@ _compiled: Kept[bool] = Kept(MOST_COMPILED)
 
 
 def _trait(value: Any, specialised: bool) -> Any:
-    """What of a number, or a tuple or record of them, Triton compiles a kernel for."""
+    """What Triton specialises on in a number, or in a tuple or record of them."""
     try:
         return _trait_of_plain(value, specialised)
     except TypeError:
-        # Of symbols: what is found here is a decision.
+        # For symbols, each test here is a decision.
         if isinstance(value, tuple):
             return tuple([_trait(x, True) for x in value])
         return _trait_of_number(value, specialised)
@@ -102,23 +102,23 @@ def _trait_of_plain(value: Any, specialised: bool) -> Any:
     if kind is int:
         return _trait_of_number(value, specialised)
     if isinstance(value, tuple):
-        # Inside a tuple Triton looks at every number, whatever the parameter says.
+        # Inside a tuple Triton specialises every number, even where the parameter says not to.
         return tuple([_trait_of_plain(x, True) for x in value])
     return kind if value is None or kind is float else (kind, value)
 
 
 def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """What tells the compiled kernel that a launch needs from others; and the arguments in the kernel's order, an
+    """The key of the compiled kernel that a launch needs; and the arguments in the kernel's order, an
     address in place of each tensor.
 
-    The key holds at least what Triton compiles a kernel for, and of a number that is no constant never the value.
+    The key holds at least what Triton specialises on, and never the value of a number that is not a constant.
     """
     function, arguments = launch.kernel.fn, launch.arguments
     signature = _signatures.get(function)
     if signature is None:
         signature = _signatures[function] = _Signature(launch.kernel)
     if signature.defaults:
-        # What is not given is left to its default.
+        # An argument that is not passed takes its default.
         arguments = {**signature.defaults, **arguments}
     values = list(signature.values(arguments))
     option = arguments.get
@@ -150,7 +150,7 @@ def _key(launch: Launch, device: int) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _trait_of_record(record: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The same of a tuple or record, which may hold tensors and others of its kind; and it with addresses in place of
+    """The same for a tuple or record, which may hold tensors and others of its kind; and it with addresses in place of
     tensors, which is how launchers take it.
     """
     traits: list[Any] = []
@@ -176,12 +176,12 @@ def _find(launch: Launch, device: int) -> Found:
     try:
         found = _kernels.get(key)
     except TypeError:
-        # A symbol where Triton wants a constant.
+        # A symbol where Triton needs a constant.
         found = _kernels.get(key := plain(key))
     if found is None:
         if _compiled.get(key) is None:
             _compile_expected(launch, key, device)
-        # Triton loads a kernel when it is first looked at, and other threads would find it half loaded.
+        # Triton loads a kernel lazily, and other threads would see it half loaded.
         with _loading:
             found = _kernels.get(key) or _kernels.add(key, _prepare(launch.compile()))
     return Found(found, values)
@@ -194,7 +194,7 @@ def _prepare(compiled: Any) -> Kernel:
 
 
 def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None:
-    """Compile a launch, and beside it what else this call will need and nobody has compiled here."""
+    """Compile a launch, and with it what else this call will need that is not compiled yet."""
     wanted = {key: launch}
     for other in compiling.expected():
         wanted.setdefault(_key(other, device)[0], other)
@@ -205,14 +205,14 @@ def _compile_expected(launch: Launch, key: tuple[Any, ...], device: int) -> None
 
 
 def task(launch: Launch, key: tuple[Any, ...], device: int | None) -> compiling.Task:
-    """A launch to compile for a device; None for the one that Triton takes to be there."""
+    """A launch to compile for a device; None for the target that Triton reports."""
     function, _, *traits = key
     if device is not None:
-        # Triton makes its table of compiled kernels here, and not in two helpers at a time.
+        # Triton creates its table of compiled kernels here, so that two helpers do not race to.
         launch.kernel.device_caches[device]
 
     def compile() -> None:
-        # A helper's own device is the first one.
+        # A helper thread's current device is the first one.
         with contextlib.nullcontext() if device is None else torch.cuda.device(device):
             _build_launcher(launch.compile())
         _compiled.add(key, True)
@@ -237,7 +237,7 @@ def _build_launcher(compiled: Any) -> None:
 
 
 def tasks(launches: Sequence[Launch]) -> list[compiling.Task]:
-    """Launches to compile for the device that Triton takes to be there: each kernel once."""
+    """Launches to compile for the target that Triton reports: each kernel once."""
     keys = {_key(launch, 0)[0]: launch for launch in launches}
     return [task(launch, key, None) for key, launch in keys.items()]
 
@@ -260,7 +260,7 @@ def _direct_launcher(compiled: Any) -> Direct | None:
         launch = launch.__closure__[code.co_freevars.index("launcher")].cell_contents
     first = function, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "arg_annotations") and hasattr(run, "kernel_signature"):
-        # Triton 3.7 and later: one launcher for all kernels, which is told their signature.
+        # Triton 3.7 and later: one launcher for all kernels, which is passed their signature.
         return Direct(
             launch, (*first, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature), True
         )
@@ -319,7 +319,7 @@ def find(launch: Launch) -> Found:
 
 
 def run(launch: Launch) -> None:
-    """Start a launch of tensors on the current device; a grid of 0 programs is none."""
+    """Start a launch of tensors on the current device; a grid of 0 programs launches nothing."""
     if not launch.grid:
         return
     device = torch._C._cuda_getDevice()
@@ -349,7 +349,7 @@ class Repeated:
 
     def __init__(self, kernel: Any, grid: int, fixed: Mapping[str, Any]) -> None:
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
-        # By what Triton would compile another kernel for: how it is launched, its arguments, and the places of those
+        # By what Triton specialises on: how it is launched, its arguments, and the positions of those
         # that vary.
         self._known: Kept[tuple[Direct, list[Any], list[int]]] = Kept(64)
 
@@ -358,7 +358,7 @@ class Repeated:
         return Launch(self.kernel, self.grid, {**self.fixed, **varying})
 
     def run(self, varying: Mapping[str, Any]) -> None:
-        """Start one on the current device; a grid of 0 programs is none."""
+        """Start one on the current device; a grid of 0 programs launches nothing."""
         device = torch._C._cuda_getDevice()
         key: list[Any] = [device, *varying]
         values: list[Any] = []

@@ -1,12 +1,12 @@
 """Numbers that differ from call to call: sizes, strides, options that are numbers. What a plan computes from them is
-written down as code.
+recorded as code.
 
-A plan that is given symbols in place of numbers leaves two things: expressions, by which a later call's numbers are
-computed, and decisions, which must come out the same for what the plan left to serve that call too.
+A plan that runs on symbols in place of numbers leaves two things: expressions, which compute a later call's numbers,
+and decisions, which must come out the same for the plan's result to serve that call too.
 
 A tensor's place in a launch template: all that is known of a tensor before the call.
 
-No Triton here: code that all backends share may compute.
+Imports no Triton: code that all backends share may compute with symbols.
 """
 
 import functools
@@ -25,7 +25,7 @@ NAMES = {"inf": math.inf, "nan": math.nan}
 
 
 class _Line(NamedTuple):
-    """What is computed under a name, or, without one, a decision: what must be true. And of which names it is made."""
+    """A named computation or, without a name, a decision: what must be true. And the names that it uses."""
 
     name: str | None
     expression: str
@@ -61,8 +61,8 @@ class Trace:
         return outcome
 
     def source(self, wanted: Iterable[str]) -> tuple[list[str], set[str]]:
-        """Statements that compute the wanted names, and return None where a decision comes out otherwise; and the names
-        of arguments they need.
+        """Statements that compute the wanted names, and return None where a decision comes out differently; and the
+        names of arguments they need.
         """
         needed = set(wanted)
         kept: list[str] = []
@@ -128,7 +128,7 @@ def _comparison(sign: str, function: Callable[[Any, Any], bool]) -> Callable[...
         outcome = function(x.value, _value(y))
         left, right, symbols = _operands(x, y)
         if left == right and x.value.__class__ is int:
-            # The same symbol, whatever it is.
+            # The same symbol, whatever its value.
             return outcome
         if symbols:
             x.trace.decide(f"{left} {sign} {right}", outcome, *symbols)
@@ -152,7 +152,7 @@ def _unite(symbols: list["Symbol"]) -> None:
 class Symbol:
     """A number that differs from call to call, with its value in this one.
 
-    Whoever wants the value itself fixes it: `plain`, or any use as an int.
+    Code that needs the value itself fixes it: `plain`, or any use as an int.
     """
 
     __slots__ = ("fixed", "name", "trace", "value")
@@ -277,7 +277,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def _places(index: slice, size: int) -> tuple[int, int, int]:
-    """The first place that a slice takes of so many, how many, and the step: as `slice.indices`, which takes no
+    """Start, length and step of a slice along an axis of this size: as `slice.indices`, which takes no
     symbols.
     """
     first, stop, step = index.start, index.stop, 1 if index.step is None else index.step
@@ -314,7 +314,7 @@ class Slot:
         offset: int = 0,
     ) -> None:
         self.template = template
-        # Which of the call's tensors it is, or is a view of, from so many bytes on.
+        # Which of the call's tensors it is, or is a view of, and from which byte on.
         self.base = base
         self.offset = offset
         self.shape = shape
@@ -340,19 +340,19 @@ class Slot:
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
-        """The address, but for a multiple of ALIGNMENT: of more nothing is known."""
+        """The address modulo ALIGNMENT: nothing more is known."""
         return self._address
 
     def new_empty(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
-        """Fresh memory beside this tensor."""
+        """Fresh memory on this tensor's device."""
         return self.template.allocate("empty", tuple(shape), dtype or self.dtype)
 
     def new_zeros(self, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> "Slot":
-        """The same, cleared."""
+        """The same, zeroed."""
         return self.template.allocate("zeros", tuple(shape), dtype or self.dtype)
 
     def contiguous(self) -> "Slot":
-        """Itself where it is, else a copy."""
+        """Itself where it is contiguous, else a copy."""
         if self.numel() == 0 or all(
             size == 1 or have == want
             for size, have, want in zip(self.shape, self._strides, contiguous_strides(self.shape), strict=True)
@@ -367,7 +367,7 @@ class Slot:
     def _view(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> "Slot":
         moved = elements * self.dtype.itemsize
         address = (self._address + moved) % ALIGNMENT
-        # Of a symbol it counts first whether it is aligned, then how far it is from that.
+        # For a symbol, whether it is aligned is one decision; if not, its exact value is another.
         at = 0 if address == 0 else plain(address)
         return Slot(self.template, self.base, tuple(shape), tuple(strides), self.dtype, at, self.offset + moved)
 
@@ -389,7 +389,7 @@ class Slot:
         elements = axis = 0
         for item in items:
             if item is None:
-                # As torch has it: what a step of the next axis would have been.
+                # As in torch: the stride that the next axis, taken whole, would have.
                 shape.append(1)
                 strides.append(self.shape[axis] * self._strides[axis] if axis < len(self.shape) else 1)
                 continue
@@ -423,7 +423,7 @@ class Slot:
 
 
 def compute(function: Callable[..., Any], *arguments: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """What a function of torch's makes of tensors and numbers: a tensor of this shape and dtype, contiguous.
+    """The result of a torch function on tensors and numbers: a tensor of this shape and dtype, contiguous.
 
     In a template, a step.
     """

@@ -2,7 +2,7 @@
 
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them.
 
-What every backend of block-sparse attention takes beside its tensors, and what its forward gives.
+What every backend of block-sparse attention takes besides its tensors, and what its forward gives.
 """
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -18,14 +18,14 @@ Kernel = Literal["selected_fwd", "selected_bwd", "choose"]
 
 # Entries of one list that one program takes: longer lists are split for balance.
 SEGMENT = 1024
-# Elements of one token that a warp takes in the kernels that go over whole tokens, and the most warps.
+# Elements of one token that a warp takes in the kernels over whole tokens, and the most warps.
 ELEMENTS_A_WARP, MOST_WARPS = 512, 16
 
 
 class Config(NamedTuple):
-    """Rows a tile, warps, stages; and blocks a tile (choose only).
+    """Rows per tile, warps, stages; and blocks per tile (choose only).
 
-    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room
+    `ieee` multiplies fp32 without tensor cores, slowly: three TF32 products hold more tiles than a 99 KB card has room
     for.
     """
 
@@ -69,13 +69,13 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int, key
     return config._replace(num_warps=8) if element_size == 2 and keys * width > MOST_OF_4_WARPS else config
 
 
-# Programs of the means' dK and dV that fill a large GPU several times over; tokens a tile; query tiles that a part must
-# have at least; most parts.
+# Programs of the means' dK and dV that fill a large GPU several times over; tokens per tile; query tiles that a chunk
+# must have at least; most chunks.
 ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_PARTS = 132 * 8, 64, 8, 16
 
 
 def query_chunks(rows: int, tokens: int) -> int:
-    """Into how many parts the queries are divided for the gradient of `rows` means (of all heads together), where a
+    """Into how many chunks the queries are split for the gradient of `rows` means (of all heads together), where a
     sequence has `tokens` tokens.
     """
     programs, steps = -(-rows // TILE), -(-tokens // TILE)
@@ -86,7 +86,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class Options(NamedTuple):
-    """What one call computes beside its tensors, as the public function names it."""
+    """What one call computes besides its tensors, as the public function names it."""
 
     block_counts: int
     block_size: int
@@ -100,7 +100,7 @@ class Results(NamedTuple):
     q's dtype and contiguous.
 
     k_cmp and v_cmp are the whole blocks' means: dense [B, T // block_size, H, ·], packed [N // block_size, H, ·]; in
-    which rows a packed sequence's means lie is the backend's own business. o_cmp, o_slc and o_swa are the branches'
+    which rows a packed sequence's means lie is up to the backend. o_cmp, o_slc and o_swa are the branches'
     outputs before gates and layer norm; o_swa is empty, [0], where window_size is 0.
     """
 

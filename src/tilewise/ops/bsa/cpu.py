@@ -18,7 +18,7 @@ Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[rows, H, D] -> fp32 [H, rows, D], in memory of its own: a product's last bit may depend on where its operands
+    """[rows, H, D] -> fp32 [H, rows, D], in its own memory: a product's last bit may depend on where its operands
     lie.
     """
     return x.float().transpose(0, 1).contiguous()
@@ -84,8 +84,8 @@ def _choose(weights: torch.Tensor, rows: slice, slots: int, block_size: int) -> 
     ascending, -1 at the end.
     """
     blocks = -(-rows.stop // block_size)
-    # Infinities mark, so a score that overflowed or is NaN must be finite: the query's own block stays the best and a
-    # later one the worst.
+    # Infinities are markers, so a score that overflowed or is NaN must be made finite: the query's own block stays the
+    # best and a later one the worst.
     scores = torch.nn.functional.pad(
         weights.nan_to_num(nan=torch.finfo(torch.float32).min), (0, blocks - weights.shape[-1])
     )

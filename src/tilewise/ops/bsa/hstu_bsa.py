@@ -97,7 +97,7 @@ def hstu_attention_with_bsa(
 
 
 def _check_rows(x: torch.Tensor, name: str, q: torch.Tensor, heads: int, channels: int, channels_name: str) -> None:
-    """Shape and device of q, or of what lies beside it; the rest is `block_sparse_attn`'s to check."""
+    """Shape and device of q, or of what goes with it; the rest is `block_sparse_attn`'s to check."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
     if x.dim() != 2 or x.shape[1] != heads * channels:
@@ -122,7 +122,7 @@ def _check_padding(q: torch.Tensor, x_offsets: torch.Tensor, mask: torch.Tensor)
     if mask.dim() == 0:
         raise ValueError("invalid_attn_mask has no axes: expected [..., n], n being the padded length")
     batch, length = x_offsets.shape[0] - 1, mask.shape[-1]
-    # Offsets that nobody checks then have a slot for every token, right or wrong.
+    # Unchecked offsets then have a slot for every token, right or wrong.
     if tokens > batch * length:
         raise ValueError(
             f"invalid_attn_mask.size(-1) is {length} and there are {tokens} tokens in {batch} sequences: it must be at"
@@ -158,7 +158,7 @@ def _run_slots(offsets: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
     """
     checks.check_offset_values(offsets, "x_offsets", tokens, length, "invalid_attn_mask.size(-1)")
     token = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
-    # The last sequence that begins no later: an empty one begins where the next does. What nobody checked must not lead
+    # The last sequence that begins no later: an empty one begins where the next does. Unchecked offsets must not lead
     # out of bounds.
     sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, max(offsets.shape[0] - 2, 0))
     position = (token - offsets[sequence]).clamp(0, max(length - 1, 0))
@@ -169,5 +169,5 @@ def _fake_slots(offsets: torch.Tensor, tokens: int, length: int) -> torch.Tensor
     return torch.empty(tokens, dtype=torch.int64, device=offsets.device)
 
 
-# An operator of its own, so that torch.compile does not look into the check of values.
+# A separate operator, so that torch.compile does not trace the check of values.
 bsa_slots = register("bsa_slots(Tensor offsets, SymInt tokens, SymInt length) -> Tensor", _run_slots, _fake_slots)

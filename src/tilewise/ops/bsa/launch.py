@@ -1,4 +1,4 @@
-"""Block-sparse attention as Triton launches: its branches one after another, then layer norm. Plain tensors in and out;
+"""Block-sparse attention as Triton launches: its branches in order, then layer norm. Plain tensors in and out;
 no autograd.
 
 The compressed and the window branch are SiLU attention's kernels; means of blocks and the best scores come from native

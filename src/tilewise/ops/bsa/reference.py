@@ -48,8 +48,8 @@ def _choice_scores(q: torch.Tensor, k: torch.Tensor, block_size: int, scale: flo
     before = block < current
     # Every block before the current one is whole; one that is not can only be the current one.
     scores = _weights(q, _block_means(k, block_size), before[:, :whole], scale)
-    # Infinities mark, so a score that overflowed or is NaN must be finite: cur stays the best and a later block the
-    # worst.
+    # Infinities are markers, so a score that overflowed or is NaN must be made finite: cur stays the best and a later
+    # block the worst.
     scores = torch.nn.functional.pad(scores.nan_to_num(nan=torch.finfo(scores.dtype).min), (0, blocks - whole))
     return scores.masked_fill(block > current, -torch.inf).masked_fill(block == current, torch.inf)
 

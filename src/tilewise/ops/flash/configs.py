@@ -11,14 +11,14 @@ from tilewise.ops._host.symbol import cached
 Kernel = Literal["fwd", "dkdv", "dq"]
 Family = Literal["hopper", "blackwell", "medium", "small"]
 
-# Shared memory that one block may use, in bytes, on the smallest card of each family.
+# Shared memory that one CTA may use, in bytes, on the smallest card of each family.
 SHARED_MEMORY: dict[Family, int] = {"hopper": 232_448, "blackwell": 232_448, "medium": 166_912, "small": 101_376}
 WIDTHS = (32, 64, 128, 256)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the chunks of
-    a group in dK/dV.
+    """Queries and keys per tile, warps, pipeline stages, whether tiles come through tensor descriptors, and the chunks
+    of a group in dK/dV.
     """
 
     block_m: int
@@ -30,7 +30,7 @@ class Config(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What of a call decides its tiles: channels of q and v, keys, bytes an element, and whether tensor descriptors can
+    """What decides a call's tiles: channels of q and v, keys, bytes per element, and whether tensor descriptors can
     read its tensors.
     """
 
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 def family(architecture: int) -> Family:
-    """Cards by matrix units and shared memory: 9.0, 10.x, 8.0 and 8.7, and the consumer cards and all others."""
+    """GPUs by tensor cores and shared memory: 9.0, 10.x, 8.0 and 8.7, and the consumer cards and all others."""
     if architecture == 90:
         return "hopper"
     if 100 <= architecture < 110:
@@ -121,7 +121,7 @@ TABLE["blackwell", 2, "dkdv"] = (
     (_tma(64, 64, 8, 2), Config(64, 128, 8, 2)),
     (Config(32, 32, 8, 2),),
 )
-# fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
+# fp32 as three TF32 products leaves registers and shared memory for small tiles only, on every GPU.
 for _family in SHARED_MEMORY:
     TABLE[_family, 4, "fwd"] = (
         (Config(64, 32, 4, 3),),
@@ -157,7 +157,7 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     return _choose(kernel, max(channels, value_channels), keys <= SHORT_KEYS, element_size, descriptors, architecture)
 
 
-# Keyed by no length: packed training has another one in every step.
+# Not keyed by length: packed training has a new one in every step.
 @cached
 def _choose(
     kernel: Kernel, widest: int, short: bool, element_size: int, descriptors: bool, architecture: int

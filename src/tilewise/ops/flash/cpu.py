@@ -10,13 +10,13 @@ import torch
 
 BLOCK_M = 128
 BLOCK_N = 512
-# What accumulates, whatever torch's default dtype and device are.
+# The accumulators' dtype and device, independent of torch's defaults.
 _STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed beside the tensors; window limits as in the public call."""
+    """A call's options besides the tensors; window limits as in the public call."""
 
     causal: bool
     window: tuple[int, int]
@@ -37,8 +37,8 @@ def _sequences(
 
 
 def _fusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether torch's fused kernel means the same: it has no window, softcap, bottom-right mask or second width, and
-    wants scale > 0.
+    """Whether torch's fused kernel computes the same: it has no window, softcap, bottom-right mask or second width, and
+    needs scale > 0.
     """
     square = q.shape[-3] == k.shape[-3] or not options.causal
     plain = options.window == (-1, -1) and options.softcap == 0 and options.scale > 0
@@ -48,7 +48,7 @@ def _fusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[..., T, H, D] -> [B, heads, T, D] for torch's kernel, KV heads repeated for their query heads.
 
-    In fp32, for in 16 bits that kernel takes an approximate exponential, and its LSE is off by 6e-5.
+    In fp32: in 16 bits that kernel uses an approximate exponential, and its LSE is off by 6e-5.
     """
     x = (x if x.dim() == 4 else x[None]).transpose(1, 2).float()
     return x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -260,7 +260,7 @@ def _choose_dkdv(inputs: Inputs, *gradients: torch.Tensor) -> Config:
 def _why_not_hopper(inputs: Inputs) -> str | None:
     """Why a backward is not for Hopper's own kernels; None where it is.
 
-    Of those that they take, the few are not whose groups the others divide to keep a GPU busy.
+    Of the calls that they take, they leave the few whose groups the portable ones divide to keep a GPU busy.
     """
     reason = why_not_hopper("backward", inputs)
     if reason is not None:
@@ -273,7 +273,7 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
 
 
 def _empty(x: torch.Tensor, chunks: int = 1) -> torch.Tensor:
-    """Contiguous memory for a gradient, whatever the strides of what it belongs to; of more than one chunk, each head's
+    """Contiguous memory for a gradient, regardless of its tensor's strides; of more than one chunk, each head's
     chunks side by side in fp32.
     """
     if chunks == 1:

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Rows of the grid beside its tiles: query heads, of every batch entry where dense."""
+        """Rows of the grid besides its tiles: query heads, of every batch entry where dense."""
         return self.q.shape[-2] * (self.q.shape[0] if self.cu_q is None else 1)
 
     @property

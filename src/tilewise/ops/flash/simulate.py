@@ -244,7 +244,7 @@ def backward_dkdv(
     tiling: Tiling,
     options: Options,
 ) -> Iterator[Named]:
-    """Key tile `i_n` of one KV head, for its group's query heads or one part of them: q [G, Tq, D], do [G, Tq, Dv],
+    """Key tile `i_n` of one KV head, for its group's query heads or one chunk of them: q [G, Tq, D], do [G, Tq, Dv],
     lse_log2 and delta [G, Tq].
 
     K, V; for each head and query tile, in the tiling's order and counted on as i: Q_i, S_i, P_i, dO_i, dV_i, dP_i,

@@ -12,12 +12,12 @@ from tilewise.ops.flash.configs import Family, family
 
 Kernel = Literal["fwd", "dkdv", "dq"]
 
-# Channels of q and v together, as tiles hold them.
+# Channels of q and v together, padded to tiles.
 WIDTHS = (128, 256, 512)
 
 
 class Config(NamedTuple):
-    """Queries and keys a tile, warps, pipeline stages, whether tiles come through tensor descriptors, and registers a
+    """Queries and keys per tile, warps, pipeline stages, whether tiles come through tensor descriptors, and registers a
     thread may take.
     """
 
@@ -30,7 +30,7 @@ class Config(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What of a call decides its tiles: channels of q and v together, bytes an element, whether tensor descriptors can
+    """What decides a call's tiles: channels of q and v together, bytes per element, whether tensor descriptors can
     read its tensors, and whether all their strides are multiples of 16, so that Triton loads rows in wide words.
     """
 
@@ -77,7 +77,7 @@ TABLE["blackwell", 2, "dkdv"] = (
     (_tma(64, 64, 8, 2), Config(64, 128, 8, 2)),
     (Config(32, 32, 8, 2),),
 )
-# fp32 in three TF32 products takes registers and shared memory enough for small tiles alone, on every card.
+# fp32 as three TF32 products leaves registers and shared memory for small tiles only, on every GPU.
 _FAMILIES: tuple[Family, ...] = ("hopper", "blackwell", "medium", "small")
 for _family in _FAMILIES:
     TABLE[_family, 4, "fwd"] = ((Config(64, 32, 4, 3),), (Config(32, 32, 4, 2),), (Config(16, 16, 8, 1),))
@@ -91,5 +91,5 @@ def choose(kernel: Kernel, problem: Problem, architecture: int) -> Config:
     width = next(i for i, limit in enumerate(WIDTHS) if problem.channels <= limit)
     candidates = TABLE[family(architecture), problem.element_size, kernel][width]
     config = next(config for config in candidates if problem.descriptors or not config.tma)
-    # Element by element, each has an address of its own: no room to save registers.
+    # Element by element, each needs its own address: no registers to save.
     return config if config.tma or problem.wide_words else config._replace(registers=None)

@@ -1,4 +1,4 @@
-"""HSTU attention on the CPU: tile by tile, one sequence after the other, so that no score matrix is ever whole."""
+"""HSTU attention on the CPU: tile by tile, sequence by sequence, so that no score matrix is ever whole."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import torch
 
 BLOCK_M = 128
 BLOCK_N = 512
-# What accumulates, whatever torch's default dtype and device are.
+# The accumulators' dtype and device, independent of torch's defaults.
 _STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed beside the tensors, as in the public call."""
+    """A call's options besides the tensors, as in the public call."""
 
     max_seq_len: int
     alpha: float

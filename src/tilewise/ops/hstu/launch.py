@@ -49,7 +49,7 @@ class Mask(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """One call's tensors and numbers: packed where cu_q is given; cu_k only where keys have offsets of their own.
+    """One call's tensors and numbers: packed where cu_q is given; cu_k only where keys have their own offsets.
 
     Weights are `gain · s · sigmoid(alpha · s)`, a gain of None being 1, and `factor` times their sum with the values is
     the output.
@@ -98,9 +98,9 @@ def make_inputs(
 
 
 def widths(channels: int, values: int, element_size: int) -> tuple[int, int]:
-    """Channels of q and k, and of v, as tiles hold them.
+    """Channels of q and k, and of v, padded to tiles.
 
-    As `tile_widths`, but for 32 channels beside 64 in 16 bits, the shape of many recommenders: these kernels, which
+    As `tile_widths`, but for 32 channels next to 64 in 16 bits, the shape of many recommenders: these kernels, which
     transpose no product, come out right with tiles of just that width (a test checks it), and run a tenth faster.
     """
     if element_size == 2 and (padded_channels(channels), padded_channels(values)) == (32, 64):
@@ -184,7 +184,7 @@ def _arguments(inputs: Inputs, config: Config, tiles: Tiles, do: torch.Tensor | 
 
 
 def _scales(inputs: Inputs) -> SiluScales:
-    """Of the forward; what only a backward wants is None."""
+    """Of the forward; what only a backward needs is None."""
     return SiluScales(
         alpha_log2=inputs.alpha * LOG2E, gain=inputs.gain, ratio=None, factor=inputs.factor, factor_s=None
     )
@@ -277,8 +277,8 @@ def plan_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous, from the output's gradient.
 
-    With more than one chunk, where keys are few and queries many, each of the chunks of the queries has programs of its
-    own: dk and dv come in fp32 with rows for each chunk, one after another, to be added by the caller.
+    With more than one chunk, where keys are few and queries many, each of the chunks of the queries has its own
+    programs: dk and dv come in fp32 with the chunks' rows end to end, to be added by the caller.
     """
     if do.stride(-1) != 1:
         do = do.contiguous()

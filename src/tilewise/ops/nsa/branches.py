@@ -1,4 +1,4 @@
-"""The branches of native sparse attention one after another, forward and backward, so that little memory lives at once.
+"""The branches of native sparse attention in order, forward and backward, so that little memory lives at once.
 
 A branch that is left out has empty tensors in its place, for a registered operator returns a fixed number of them.
 """
@@ -24,7 +24,7 @@ KERNELS: dict[str, Any] = {"cpu": cpu} | ({"triton": launch} if HAS_TRITON else 
 
 
 class Options(NamedTuple):
-    """What one call of native_sparse_attention computes beside its tensors."""
+    """What one call of native_sparse_attention computes besides its tensors."""
 
     sizes: Sizes
     window_size: int
@@ -55,8 +55,8 @@ class Results(NamedTuple):
 
 
 def nothing(q: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What stands for a tensor that is not there; a new one each time, for an operator's outputs must not be one
-    another.
+    """A placeholder for an absent tensor; a new one each time, since an operator's outputs must not be the same
+    tensor.
     """
     return q.new_empty((0,), dtype=dtype or q.dtype)
 
@@ -167,7 +167,7 @@ def _add(total: list[torch.Tensor | None], more: tuple[torch.Tensor, ...]) -> No
 
 
 class Saved(NamedTuple):
-    """What the backward has beside the output's gradient. k_cmp and v_cmp are the given ones, or the means where
+    """What the backward takes besides the output's gradient. k_cmp and v_cmp are the given ones, or the means where
     `learned` is False.
     """
 
@@ -238,7 +238,7 @@ def backward(do: torch.Tensor, saved: Saved, options: Options) -> tuple[torch.Te
     if g_swa is not None:
         part, dg_swa = _window(saved, g_swa, do, options)
         _add(total, part)
-        # Or it would live through the next branch.
+        # Otherwise it would stay allocated through the next branch.
         del part
     if g_cmp is not None:
         part, dg_cmp = _compressed(saved, g_cmp, do, options)

@@ -66,12 +66,12 @@ class NSACache:
         self.init_blocks, self.local_blocks = init_blocks, local_blocks
         self.dtype = dtype
         self.compress = compress
-        # So many that `compressed` can round up, and one more.
+        # Enough for `compressed` to round up, and one more.
         most = _rounded(self.windows(max_len))
         # A tensor made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             # By head, so that the keys of a block lie together. One row more than there are tokens: it stays zero. What
-            # is not to be read is read there, and what is not to be written is written there, as zero; so no step needs
+            # is masked is read there, and written there as zero; so no step needs
             # to know a length on the host.
             self._k, self._v = (
                 torch.zeros(batch, kv_heads, max_len + 1, d, dtype=dtype, device=device) for d in (D, Dv)
@@ -81,7 +81,7 @@ class NSACache:
             )
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.device = self._k.device
-        # The lengths as the host knows them: never below the truth, and the truth where `_exact`.
+        # The lengths as the host knows them: never below the true ones, and exact where `_exact`.
         self._known = [0] * batch
         self._exact = True
 
@@ -113,7 +113,7 @@ class NSACache:
         return max(self._known)
 
     def windows(self, tokens: int) -> int:
-        """Whole windows in so many tokens."""
+        """Whole windows in this many tokens."""
         return window_count(tokens, self.compress_size, self.compress_stride)
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ class NSACache:
             )
 
     def _make_room(self, new: int, counts: torch.Tensor | None) -> tuple[list[int], bool]:
-        """The lengths after `new` tokens as the host knows them, and whether they are the truth; raises where they are
+        """The lengths after `new` tokens as the host knows them, and whether they are exact; raises where they are
         more than max_len.
         """
         added, exact, known = [new] * self.batch, self._exact, self._known
@@ -232,7 +232,7 @@ class NSACache:
         elif counts is not None:
             exact = False
         if not exact and max(a + b for a, b in zip(known, added, strict=True)) > self.max_len:
-            # It may be full, or the host may only believe so: now the truth is worth a synchronisation.
+            # It may be full, or only seem so to the host: now the exact lengths are worth a synchronisation.
             known, exact = self.lengths.tolist(), True
             added = added if counts is None else counts.clamp(0, new).tolist()
         after = [a + b for a, b in zip(known, added, strict=True)]
@@ -292,7 +292,7 @@ class NSACache:
 
 
 def _rounded(windows: int) -> int:
-    """So many windows, and up to 7 more: cuBLAS has fast 16-bit kernels for multiples of 8 only."""
+    """This many windows, and up to 7 more: cuBLAS has fast 16-bit kernels for multiples of 8 only."""
     return -(-windows // 8) * 8
 
 
@@ -301,7 +301,7 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What accumulates: fp32, or fp64 for fp64."""
+    """The accumulators' dtype: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

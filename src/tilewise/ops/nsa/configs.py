@@ -40,7 +40,7 @@ class Config(NamedTuple):
     """Rows a tile (for scores: tokens), warps, stages, tensor descriptors, registers a thread may take, and keys a tile
     (scores only).
 
-    `ieee` multiplies fp32 without matrix units, slowly: three TF32 products hold more tiles than a 99 KB card has room
+    `ieee` multiplies fp32 without tensor cores, slowly: three TF32 products hold more tiles than a 99 KB card has room
     for.
     """
 
@@ -98,7 +98,7 @@ def segment_entries(work: Literal["forward", "backward", "dkdv"], group: int) ->
 
 
 def rows_a_token(width: int, element_size: int, architecture: int) -> int:
-    """The most query heads of a group that every kernel's tile can hold beside each other."""
+    """The most query heads of a group that every kernel's tile can hold side by side."""
     kernels: tuple[Kernel, ...] = ("lists_fwd", "lists_bwd", "union_fwd", "union_dq")
     return min(choose(kernel, width, element_size, architecture).block_m for kernel in kernels)
 

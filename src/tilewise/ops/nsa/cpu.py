@@ -1,7 +1,7 @@
 """Native sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole.
 
-The same functions as in `launch`. native_sparse_attend takes whole blocks, each as often as it is named, each with a
-factor of its own: the blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a block]; every
+The same functions as in `launch`. native_sparse_attend takes whole blocks, each as often as it is named, with its own
+factor: the blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a block]; every
 naming then takes its block out of that grid (`take`), and what belongs to namings is summed back into it (`give_back`).
 """
 
@@ -145,7 +145,7 @@ def _block_scores(p: torch.Tensor, rows: slice, sizes: Sizes) -> torch.Tensor:
         .unflatten(-1, (blocks, -1))
         .sum(-1)
     )
-    # Infinities mark, so a row that is NaN must be finite: a forced block stays the best and a later one the worst.
+    # Infinities are markers, so a NaN row must be made finite: a forced block stays the best and a later one the worst.
     scores = scores.masked_fill(scores.isnan().any(-1, keepdim=True), torch.finfo(torch.float32).min)
     block, current = torch.arange(blocks, device="cpu"), tiles.positions(rows) // block_size
     forced = (block < init_blocks) | (block > current - local_blocks)
@@ -304,7 +304,7 @@ def _namings(
     chosen = chosen.long()
     named = (chosen >= 0) & (chosen < -(-tokens // block_size))
     chosen = chosen.masked_fill(~named, 0)
-    # A factor beside no block may be NaN.
+    # The factor of a missing block may be NaN.
     factor = torch.ones(chosen.shape, **STATE) if factor is None else factor.float().masked_fill(~named, 0.0)
     keep = named[..., None] & (chosen[..., None] * block_size + inside < tokens)
     if own:

@@ -1,6 +1,6 @@
 """What the CPU backend's branches share: sequences, chunks of their queries, and attention of one chunk to given keys.
 
-Heads lie in front and the query heads of one KV head are rows like queries: q [Hk, group · rows, D] beside k [Hk,
+Heads lie in front and the query heads of one KV head are rows like queries: q [Hk, group · rows, D] against k [Hk,
 keys, D]. A value that is not finite reaches what sees it, and nothing else.
 """
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-# Queries worked on at once: score matrices have so many rows for each query head, whatever the length.
+# Queries worked on at once: score matrices have this many rows for each query head, at any length.
 CHUNK = 64
-# What accumulates, whatever torch's default dtype and device are.
+# The accumulators' dtype and device, independent of torch's defaults.
 STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 Place = int | slice

@@ -13,7 +13,7 @@ from tilewise.ops.nsa.cache import NSACache, autocasts, wide
 
 __all__ = ["NSACache", "nsa_decode_step"]
 
-# Gathered keys and scores are held for so many elements at a time; more new tokens than that are taken piece by piece.
+# Gathered keys and scores are held for this many elements at a time; more new tokens are processed in chunks.
 MOST_ELEMENTS = 2**26
 
 
@@ -115,7 +115,7 @@ def _attend(
         if g_swa is not None:
             position = t[..., None, None] - torch.arange(min(cache.window_size, cache.longest), device=q.device)
             acc += _gate(g_swa[:, rows], acc) * _attend_keys(b_q, cache, position, position >= 0, scale, narrow)
-        # What comes for a token that is not real may be NaN.
+        # The result for a token that is not real may be NaN.
         o[:, rows] = acc.flatten(2, 3).masked_fill((t < 0)[..., None, None], 0.0)
     return o, indices
 
@@ -157,7 +157,7 @@ def _choose(probabilities: torch.Tensor, cache: NSACache, t: torch.Tensor) -> to
         [torch.nn.functional.pad(probabilities, (i, room - windows - i)) for i in range(covered)]
     ).sum(0)[..., :strides]
     scores = by_stride.unflatten(-1, (blocks, -1)).sum(-1).transpose(1, 2)
-    # Infinities mark, so a row that is NaN must be finite: a forced block stays the best and a later one the worst.
+    # Infinities are markers, so a NaN row must be made finite: a forced block stays the best and a later one the worst.
     scores = scores.masked_fill(scores.isnan().any(-1, keepdim=True), torch.finfo(scores.dtype).min)
     block, current = torch.arange(blocks, device=t.device), (t // cache.block_size)[..., None, None]
     forced = (block < cache.init_blocks) | (block > current - cache.local_blocks)

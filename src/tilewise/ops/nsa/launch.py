@@ -1,4 +1,4 @@
-"""Native sparse attention's parts as Triton launches: plain tensors in and out; no autograd.
+"""Native sparse attention's steps as Triton launches: plain tensors in and out; no autograd.
 
 `cpu.py` has the same functions.
 """
@@ -112,5 +112,5 @@ def attend_backward(
 
 
 def _add_shared(dsel: torch.Tensor, heads: int, slots: int, dtype: torch.dtype) -> torch.Tensor:
-    """A block that was cut into parts, and a group that was cut into heads of its own, share one scale."""
+    """A block that was cut into parts, and a group that was cut into separate index heads, share one scale."""
     return dsel.unflatten(-1, (slots, -1)).sum(-1).unflatten(-2, (heads, -1)).sum(-2).to(dtype)

@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 def window_count(tokens: int, size: int, stride: int) -> int:
-    """Whole windows in so many tokens; also the windows that query `tokens - 1` sees."""
+    """Whole windows in this many tokens; also the windows that query `tokens - 1` sees."""
     return (tokens - size) // stride + 1 if tokens >= size else 0
 
 

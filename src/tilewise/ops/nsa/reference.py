@@ -169,7 +169,7 @@ def choice_scores(
             first, block * block_size
         )
         scores = together @ (shared.clamp(min=0) / compress_stride).to(compute_dtype)
-        # Infinities mark, so a score that is NaN must be finite: a forced block stays the best and a later one the
+        # Infinities are markers, so a NaN score must be made finite: a forced block stays the best and a later one the
         # worst.
         scores = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
         current = torch.arange(tokens, device=q.device)[:, None, None] // block_size

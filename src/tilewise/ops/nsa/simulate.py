@@ -39,7 +39,7 @@ class Tiling:
 
     @property
     def block_n(self) -> int:
-        """Keys a tile: a power of two, at least the 16 that a matrix product wants."""
+        """Keys a tile: a power of two, at least the 16 that a matrix product needs."""
         return max(16, 1 << (self.block_size - 1).bit_length())
 
     def tokens(self, group: int) -> int:
@@ -80,7 +80,7 @@ def lists(indices: torch.Tensor, block_size: int) -> list[list[Entry]]:
 
 
 class Segment(NamedTuple):
-    """What one program in key order owns: an index head, a block, and a part of the block's list."""
+    """What one program in key order owns: an index head, a block, and a segment of the block's list."""
 
     head: int
     block: int
@@ -88,7 +88,7 @@ class Segment(NamedTuple):
 
 
 def segments(indices: torch.Tensor, block_size: int, most: int) -> list[Segment]:
-    """All programs in key order, of indices [T, H, S]: lists by head and block, in parts of at most `most` entries."""
+    """Programs in key order, of indices [T, H, S]: lists by head and block, in parts of at most `most` entries."""
     return [
         Segment(head, block, entries[first : first + most])
         for head in range(indices.shape[1])

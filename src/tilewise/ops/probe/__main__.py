@@ -1,4 +1,4 @@
-"""`python -m tilewise.ops.probe`: prints the probe's error. A process of its own, for wrong code may end it."""
+"""`python -m tilewise.ops.probe`: prints the probe's error. In a separate process, since wrong code may crash it."""
 
 import torch
 

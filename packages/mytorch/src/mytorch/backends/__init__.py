@@ -1,4 +1,4 @@
-"""Devices by name, each in a file of its own, and which of the two CPU backends serves.
+"""Devices by name, each in its own file, and which of the two CPU backends serves.
 
 A backend is imported when it is first needed: numba takes half a second; torch, triton and tilewise are for CUDA alone.
 """
@@ -53,8 +53,8 @@ def cpu_backend() -> str:
 
 
 def set_num_threads(count: int) -> None:
-    """Loops that this thread starts in the parallel backend run on so many, from 1 to as many as numba may start; BLAS
-    has variables of its own.
+    """Run loops that this thread starts in the parallel backend on `count` threads, from 1 to as many as numba may
+    start; BLAS has its own variables.
     """
     # The backend chooses which threads numba starts, which asking for their number does.
     load("parallel")

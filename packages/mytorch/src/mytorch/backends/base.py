@@ -1,6 +1,6 @@
 """What a device must be able to do: the protocol that every backend fulfils and every operation is written in.
 
-An array is whatever the backend keeps its numbers in: `numpy.ndarray` on the CPU, a torch tensor (memory, shape and
+An array is the backend's own container: `numpy.ndarray` on the CPU, a torch tensor (memory, shape and
 strides, nothing else) on CUDA. Arrays of one shape have equal `shape`s, those of one type equal `dtype`s. Arrays that
 come in may have any strides; those that come out of arithmetic are new memory, in C order. Nothing writes to an array
 that came in, except the methods whose names end in `_`.
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """New memory in C order with the same values."""
 
     def contiguous(self, x: Array) -> Array:
-        """x in C order: itself where it lies so, else a copy."""
+        """x in C order: itself where it is already, else a copy."""
 
     def cast(self, x: Array, dtype: DType) -> Array:
         """The values as another type; of the same type, x itself."""
@@ -106,7 +106,7 @@ class Backend(Protocol):
 
     # Parts.
     def cat(self, arrays: Sequence[Array], axis: int) -> Array:
-        """Arrays of one type, one after the other along an axis."""
+        """Arrays of one type, concatenated along an axis."""
 
     def slice_grad(self, grad: Array, key: Key, shape: Shape) -> Array:
         """Zeros of a shape with grad at key."""
@@ -114,7 +114,7 @@ class Backend(Protocol):
     def take(self, table: Array, index: Array) -> Array:
         """Rows of table `[V, ...]` by int64 index `[...]`.
 
-        One outside is the caller's to refuse; on CUDA, where asking waits, NaN instead.
+        The caller rejects one out of range; on CUDA, where a check would synchronise, it gives NaN.
         """
 
     def take_grad(self, grad: Array, index: Array, rows: int) -> Array:

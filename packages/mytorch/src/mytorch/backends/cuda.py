@@ -75,5 +75,5 @@ class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
         return flash.make_inputs(q, k, v, None, None, causal, -1, -1, scale, 0.0)
 
     def _rows_in_order(self, x: Array) -> Array:
-        """x, copied where the kernels could not read it: they want each row's elements side by side."""
+        """x, copied where the kernels could not read it: they need each row's elements contiguous."""
         return x if x.stride(-1) == 1 else self.copy(x)

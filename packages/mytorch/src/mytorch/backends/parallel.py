@@ -1,7 +1,7 @@
 """The parallel CPU backend: the serial one, with loops on OpenMP threads where they are worth it.
 
 What is small, in fp16 or of integers, or laid out in a way no loop is written for goes to NumPy: the results are those
-of the serial backend but for rounding. Matrix products are BLAS's, which has threads of its own.
+of the serial backend but for rounding. Matrix products are BLAS's, which has its own threads.
 """
 
 import functools
@@ -27,12 +27,12 @@ CHEAP, COSTLY = 1 << 17, 1 << 14
 PRODUCTS = 1 << 17
 # Rows shorter than this are not worth a loop of their own.
 SHORT = 32
-# Into how many sums a long one is split, whatever the number of threads, so that the result does not depend on it.
+# Into how many sums a long one is split, for any number of threads, so that the result does not depend on it.
 PARTS = 16
 
 UNARY = {name: number for number, name in enumerate(elementwise.UNARY)}
 BINARY = {name: number for number, name in enumerate(elementwise.BINARY)}
-# Operations whose operands may be exchanged, and by which name they then go.
+# Operations whose operands may be exchanged, and the name they then have.
 EXCHANGED = {"add": "add", "mul": "mul", "sub": "sub from", "div": "div from"}
 COSTLY_NAMES = {"gelu", "silu", "sigmoid", "relu_grad", "gelu_grad", "silu_grad"}
 
@@ -47,7 +47,7 @@ def suits(least: int, *arrays: Array) -> bool:
 
 
 def beside(x: Array, y: Array) -> tuple[int, int, bool] | None:
-    """How x's elements meet y's: x in segments of a length, segment i beside `y[i * step]`, one for all of it or the
+    """How x's elements meet y's: x in segments of a length, segment i against `y[i * step]`, one for all of it or the
     first of as many.
 
     None where y is broadcast in another way, or x is.
@@ -78,7 +78,7 @@ def in_rows(x: Array) -> Array:
 
 
 def heads_first(x: Array) -> Array:
-    """`[B, T, H, D]` as `[B, H, T, D]` in C order: rows that stand far apart would share few places of the cache."""
+    """`[B, T, H, D]` as `[B, H, T, D]` in C order: rows far apart would share few cache sets."""
     return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
 
 
@@ -100,7 +100,7 @@ def convolution_plan(
 ) -> tuple[Array, Array, Array]:
     """Pixels, taps, and which range of the taps each group of pixels needs: rows of the plane outside a band are 0.
 
-    Taps go by the window's rows first, so that a range of them leaves rows out.
+    Taps are ordered by the window's rows first, so that a range of them leaves rows out.
     """
     pixels = whole_rows(places(1, size, plane, step))
     taps = places(channels, window, plane).transpose(1, 0, 2).reshape(-1)

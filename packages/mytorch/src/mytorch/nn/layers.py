@@ -153,7 +153,7 @@ class Embedding(Module):
 
 
 class Sequential(Module):
-    """Modules one after the other, each on the result of the one before; named 0, 1 and so on."""
+    """Modules in order, each on the result of the one before; named 0, 1 and so on."""
 
     def __init__(self, *modules: Module) -> None:
         for i, module in enumerate(modules):

@@ -47,7 +47,7 @@ class Slice(Function):
 
 
 class Cat(Function):
-    """Tensors one after the other along an axis."""
+    """Tensors concatenated along an axis."""
 
     def __init__(self, axis: int) -> None:
         self.axis = axis

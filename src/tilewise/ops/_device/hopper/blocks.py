@@ -2,9 +2,9 @@
 the warps that fetch and store.
 
 CTAs are persistent and take block after block from a work counter. K and V of a block have a slot in shared memory,
-where dK and dV are put in the end. With two SLOTS the next block's K and V, and its first query tiles, are fetched
-while this one's last steps run, and dK and dV leave while the next one's first steps do; with one, all of it begins
-when dK and dV have left.
+into which dK and dV are written at the end. With two SLOTS the next block's K and V, and its first query tiles, are
+fetched during this one's last steps, and dK and dV are stored during the next one's first steps; with one, all of it
+starts once dK and dV are stored.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from tilewise.ops._device.varlen import find_tile, first_slot, sequence_bounds
 
 
 class BlockSizes(NamedTuple):
-    """What says which blocks there are, and in which order they come."""
+    """Defines which blocks there are, and their order."""
 
     n_batch: Any
     n_slots_k: Any
@@ -41,7 +41,7 @@ class BlockSizes(NamedTuple):
     n_queries: Any
     n_keys: Any
     together: Any
-    """KV heads whose blocks are taken side by side."""
+    """KV heads whose blocks are interleaved."""
 
 
 class Workspace(NamedTuple):
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
 @aggregate
 class StepBarriers:
-    """The mbarriers of the ring of query tiles: Q is there, and dO; both warpgroups have let go of them."""
+    """The mbarriers of the ring of query tiles: Q has arrived, and dO; both warpgroups have released them."""
 
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
@@ -75,27 +75,27 @@ class StepBarriers:
 
     @gluon.jit
     def wait_q(self, ring):
-        """Until Q and its LSE are there."""
+        """Wait until Q and its LSE have arrived."""
         mbarrier.wait(self.q_full.index(ring.stage), ring.phase)
 
     @gluon.jit
     def wait_do(self, ring):
-        """Until dO and its delta are there."""
+        """Wait until dO and its delta have arrived."""
         mbarrier.wait(self.do_full.index(ring.stage), ring.phase)
 
     @gluon.jit
     def wait_empty(self, ring):
-        """Until both warpgroups have let go of the buffers."""
+        """Wait until both warpgroups have released the buffers."""
         mbarrier.wait(self.empty.index(ring.stage), ring.phase ^ 1)
 
     @gluon.jit
     def release(self, ring):
-        """Let go of them."""
+        """Release them."""
         mbarrier.arrive(self.empty.index(ring.stage), count=1)
 
 
 class BlockFetch(NamedTuple):
-    """What the fetching warp works with: descriptors, shared memory, and what there is to do."""
+    """The fetching warp's arguments: descriptors, shared memory, and the work."""
 
     q: Any
     k: Any
@@ -115,7 +115,7 @@ class BlockFetch(NamedTuple):
 
 
 class BlockStore(NamedTuple):
-    """What the storing warp works with; `written`: both warpgroups have put dK and dV into a slot."""
+    """The storing warp's arguments; `written`: both warpgroups have put dK and dV into a slot."""
 
     dk: Any
     dv: Any
@@ -127,7 +127,7 @@ class BlockStore(NamedTuple):
 
 @gluon.jit
 def locate_block(place, sizes, limits, offsets, TILE: gl.constexpr):
-    """The block at a place in the order of work, as it is posted, and the first query token of its sequence."""
+    """The block at a position in the work order, as it is posted, and the first query token of its sequence."""
     n_heads = sizes.n_heads_k
     if not TILE.PACKED:
         n_heads = sizes.n_heads_k * sizes.n_batch
@@ -149,8 +149,8 @@ def locate_block(place, sizes, limits, offsets, TILE: gl.constexpr):
     low, high = query_tiles(i_n, n_queries, n_keys, limits, TILE.BLOCK_M, TILE.BLOCK_N)
     waits = i_slot > 0
     if TILE.PACKED:
-        # Offsets that are not in order may leave out blocks before: then no block would end the wait for them. Slots of
-        # one sequence are neighbours.
+        # Offsets out of order may skip earlier blocks: a wait for them would never end. Slots of
+        # one sequence are adjacent.
         n_before = gl.minimum(i_block, 1)
         if TILE.ZEROES_LAZILY:
             n_before = i_block
@@ -239,7 +239,7 @@ def fetch_blocks(given, TILE: gl.constexpr):
                     fetch_queries(given, ring, rows, i_tile * TILE.BLOCK_M, i_acc * TILE.BLOCK_M, TILE)
                 done += block.n_visits
                 first_acc += sizes.n_slots_q
-        # Taken as late as can be: a CTA that has done its blocks takes the next, however long they were.
+        # Taken as late as possible: a CTA that has finished its blocks takes the next, however long they were.
         place = gl.atomic_add(workspace.counter, 1, sem="relaxed", scope="gpu")
     slot = ring_at(i_item, TILE.SLOTS)
     given.blocks.wait_empty(slot)
@@ -250,8 +250,8 @@ def fetch_blocks(given, TILE: gl.constexpr):
 
 @gluon.jit
 def store_blocks(given, TILE: gl.constexpr):
-    """The storing warp: dK and dV of block after block, from where K and V were, once both warpgroups have put them
-    there.
+    """The storing warp: dK and dV of block after block, from K's and V's buffers, once both warpgroups have written
+    them.
     """
     HALF_N: gl.constexpr = TILE.BLOCK_N // 2
     i_item = gl.to_tensor(0)

@@ -22,8 +22,8 @@ from tilewise.ops._device.softmax import cap_scores
 
 
 class Exchange(NamedTuple):
-    """Shared memory and mbarriers between the warpgroups: dSᵀ of both, twice; a warpgroup's dSᵀ is there (`ready`, by
-    warpgroup); both are done with K; both have put dK and dV into a slot.
+    """Shared memory and mbarriers between the warpgroups: dSᵀ of both, double-buffered; a warpgroup's dSᵀ is there
+    (`ready`, by warpgroup); both are done with K; both have put dK and dV into a slot.
     """
 
     ds: Any
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 class Consuming(NamedTuple):
-    """What a warpgroup works with."""
+    """A warpgroup's arguments."""
 
     tiles: Any
     mailbox: Any
@@ -49,7 +49,7 @@ class Consuming(NamedTuple):
 
 
 class Half(NamedTuple):
-    """A warpgroup's part of a block: its rows of K and V; of both warpgroups' K the columns that its half of dQ is made
+    """A warpgroup's half of a block: its rows of K and V; of both warpgroups' K the columns that its half of dQ is made
     of; its first key; the sequence's keys, and how many more those are than queries; the visits that need no mask.
     """
 
@@ -92,7 +92,7 @@ class Queries(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """What products without an accumulator are given as one."""
+    """Zero accumulators for products that start a new sum."""
 
     s: Any
     dq: Any
@@ -100,7 +100,7 @@ class Zeros(NamedTuple):
 
 @gluon.jit
 def mask_tile(b_pT, i_tile, half, limits, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr):
-    """Pᵀ with 0 where a query does not see a key: as `mask.keep` has it, counted from the warpgroup's first key."""
+    """Pᵀ with 0 where a query does not see a key: as in `mask.keep`, counted from the warpgroup's first key."""
     o_n = gl.expand_dims(gl.arange(0, HALF_N, gl.SliceLayout(1, b_pT.type.layout)), 1)
     o_q = gl.expand_dims(
         gl.arange(0, BLOCK_M, gl.SliceLayout(0, b_pT.type.layout)) + (i_tile * BLOCK_M + half.off - half.i_nw), 0
@@ -128,7 +128,7 @@ def start_scores(zeros, b_k, given, count, some, TILE: gl.constexpr):
 
 @gluon.jit
 def add_values(acc_dv, b_pT, b_do):
-    """dV with a step's product added, on its way."""
+    """dV with a step's product added, in flight."""
     # [N, M] @ [M, DV] -> [N, DV]
     return warpgroup_mma(
         gl.convert_layout(b_pT, gl.DotOperandLayout(0, acc_dv.type.layout, 2)), b_do, acc_dv, is_async=True
@@ -138,9 +138,9 @@ def add_values(acc_dv, b_pT, b_do):
 @gluon.jit
 def score_gradients(zeros, b_sT, acc_dv, half, queries, ring, step, given, TILE: gl.constexpr):
     """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; AHEAD, dV with Pᵀ
-    added, on its way, in place of Pᵀ.
+    added, in flight, in place of Pᵀ.
 
-    Sᵀ is there if AHEAD. A visit that is not whole is masked.
+    Sᵀ is already computed if AHEAD. A visit that is not whole is masked.
     """
     scales = given.scales
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, zeros.s.type.layout)
@@ -157,7 +157,7 @@ def score_gradients(zeros, b_sT, acc_dv, half, queries, ring, step, given, TILE:
     b_pT = gl.exp2(b_sT_log2 - gl.expand_dims(b_lse, 0))
     i_visit = step.i_visit
     if (i_visit < half.whole_low) | (i_visit >= half.whole_high):
-        # As `tile_and_head` has it.
+        # As in `tile_and_head`.
         i_tile = i_visit // given.group if TILE.GROUPED and not TILE.SWEEPS else i_visit
         b_pT = mask_tile(b_pT, i_tile, half, given.limits, TILE.BLOCK_M, TILE.BLOCK_N // 2)
     b_pT_or_dv = b_pT.to(queries.b_do.dtype)
@@ -211,7 +211,7 @@ def add_products(
     turn = count % 2
     ds.index(turn * 2 + W).store(b_dsT)
     fence_async_shared()
-    # Under the wait for the other warpgroup.
+    # Overlaps the wait for the other warpgroup.
     dv_running = b_pT_or_dv if TILE.AHEAD else add_values(acc_dv, b_pT_or_dv, queries.b_do)
     # One thread arrives for all: their stores must be done.
     thread_barrier()
@@ -224,7 +224,7 @@ def add_products(
     # [M, N] @ [N, D / 2] -> [M, D / 2]
     dq_running = warpgroup_mma(ds.index(turn * 2).permute((1, 0)), half.b_k0, zeros.dq, use_acc=False, is_async=True)
     dq_running = warpgroup_mma(ds.index(turn * 2 + 1).permute((1, 0)), half.b_k1, dq_running, is_async=True)
-    # [N, M] @ [M, D] -> [N, D], under the additions to dQ
+    # [N, M] @ [M, D] -> [N, D], overlapping the additions to dQ
     dk_running = warpgroup_mma(
         gl.convert_layout(b_dsT, gl.DotOperandLayout(0, acc_dk.type.layout, 2)), queries.b_q, acc_dk, is_async=True
     )

@@ -29,7 +29,7 @@ def aggregate(cls):
     """
     names = tuple(cls.__annotations__)
 
-    # Triton 3.9 makes a constructor of the annotations; 3.6 and 3.7 want it written out.
+    # Triton 3.9 makes a constructor of the annotations; 3.6 and 3.7 need it written out.
     def construct(self, *values, **named):
         given = dict(zip(names, values, strict=False)) | named
         if len(values) + len(named) != len(names) or set(given) != set(names):
@@ -48,7 +48,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Waits for all threads of the warps that run this function, not for those of other partitions.
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-# Rows that a descriptor of packed tensors has room for, whatever the tensor: the end of every sequence is brought to
+# Rows that every descriptor of packed tensors has room for: each sequence is shifted to end at
 # this row.
 RAGGED_ROWS = gl.constexpr(1 << 30)
 
@@ -83,7 +83,7 @@ def load_tile(desc, buffer, barrier, rows, row, PACKED: gl.constexpr):
 def store_tile(desc, buffer, rows, row, PACKED: gl.constexpr):
     """Start to write `buffer` to `rows` from `row` on: what lies past the end stays as it is.
 
-    Before it come `fence_async_shared` and `thread_barrier`, for one thread starts the copy of what all have written.
+    Call `fence_async_shared` and `thread_barrier` first: one thread starts the copy of what all have written.
     """
     if PACKED:
         tma_store(desc, [RAGGED_ROWS, rows.start + rows.n_rows, rows.i_h, RAGGED_ROWS - rows.n_rows + row, 0], buffer)
@@ -105,7 +105,7 @@ def as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers, each of which changes its phase after so many arrivals (and all bytes that it was told to
+    """COUNT mbarriers, each of which flips its phase after ARRIVALS arrivals (and all bytes that it was told to
     expect).
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -116,8 +116,8 @@ def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @aggregate
 class Ring:
-    """A warp's position in a ring of STAGES buffers: the buffer, and the phase of its barriers, which changes each time
-    round.
+    """A warp's position in a ring of STAGES buffers: the buffer, and the phase of its barriers, which flips on each
+    wrap-around.
     """
 
     stage: gl.tensor
@@ -152,17 +152,17 @@ class Barriers:
 
     @gluon.jit
     def wait_full(self, ring):
-        """Until the buffer is filled."""
+        """Wait until the buffer is filled."""
         mbarrier.wait(self.full.index(ring.stage), ring.phase)
 
     @gluon.jit
     def wait_empty(self, ring):
-        """Until all have let go of what was in the buffer."""
+        """Wait until all have released the buffer."""
         mbarrier.wait(self.empty.index(ring.stage), ring.phase ^ 1)
 
     @gluon.jit
     def expect(self, ring, nbytes):
-        """The buffer is full once TMA has brought so many bytes."""
+        """The buffer is full once TMA has written this many bytes."""
         mbarrier.expect(self.full.index(ring.stage), nbytes)
 
     @gluon.jit
@@ -172,21 +172,21 @@ class Barriers:
 
     @gluon.jit
     def release(self, ring):
-        """Let go of the buffer. One thread arrives for all of the partition, after Triton has had them meet."""
+        """Release the buffer. One thread arrives for the whole partition, after Triton has synchronised it."""
         mbarrier.arrive(self.empty.index(ring.stage), count=1)
 
 
 @gluon.jit
 def allocate_ring(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """The barriers of COUNT buffers, each of which is filled by one warp and let go of by so many."""
+    """The barriers of COUNT buffers, each of which is filled by one warp and released by READERS."""
     return Barriers(allocate_barriers(COUNT, 1), allocate_barriers(COUNT, READERS))
 
 
 @aggregate
 class Mailbox:
-    """Shared memory by which one warp tells others what to work on: messages of SIZE int32 numbers.
+    """Shared memory through which one warp tells others what to work on: messages of SIZE int32 numbers.
 
-    FIELDS is a message that holds, in place of each number, which of them it is.
+    FIELDS is a message that holds, in place of each number, its index.
     """
 
     memory: gl.shared_memory_descriptor

@@ -1,9 +1,9 @@
-"""Blocks of keys that add to dQ in a fixed order, in the backward for Hopper: what the mailbox says of a block, and the
+"""Blocks of keys that add to dQ in a fixed order, in the backward for Hopper: a block's message in the mailbox, and the
 semaphores by which one block waits for another.
 
 Every fp32 accumulator of dQ, a query tile of one query head, has a semaphore in global memory: how many blocks have
-added to it. Block n waits for n, adds, and releases n + 1. Two warps do that for the warpgroups, one each way, and talk
-to them through mbarriers (`Order`).
+added to it. Block n waits for n, adds, and releases n + 1. Two warps do that for the warpgroups, one acquires and one
+releases, and talk to them through mbarriers (`Order`).
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ ORDER_STAGES = gl.constexpr(4)
 
 
 class BlockMessage(NamedTuple):
-    """What the fetching warp posts of a block of keys."""
+    """A block of keys as the fetching warp posts it."""
 
     i_block: Any
     """Which block of its sequence it is; -1: no block is left."""
@@ -37,9 +37,9 @@ class BlockMessage(NamedTuple):
     n_visits: Any
     """Of one sweep."""
     first_from: Any
-    """From this visit on no block before adds to the accumulator: see `meets_first`."""
+    """From this visit on no earlier block adds to the accumulator: see `meets_first`."""
     waits: Any
-    """Whether the block waits for those before it."""
+    """Whether the block waits for earlier ones."""
 
 
 MESSAGE_FIELDS = gl.constexpr(BlockMessage(*range(len(BlockMessage._fields))))
@@ -69,7 +69,7 @@ class Block(NamedTuple):
 
 
 class Ordering(NamedTuple):
-    """What the two warps that keep the order work with."""
+    """Arguments of the two warps that keep the order."""
 
     mailbox: Any
     blocks: Any
@@ -122,15 +122,15 @@ def read_block(mailbox, blocks, slot, WARPS: gl.constexpr):
     off = n_keys - mailbox.get(slot.stage, mailbox.FIELDS.n_queries, WARPS)
     visits = read_visits(mailbox, slot.stage, WARPS)
     waits = mailbox.get(slot.stage, mailbox.FIELDS.waits, WARPS) != 0
-    # All threads have read the message before one of them lets go of the slot.
+    # All threads have read the message before one of them releases the slot.
     thread_barrier()
     return Block(i_block, i_b, i_h, start, n_keys, off, visits, waits)
 
 
 @gluon.jit
 def wait_semaphore(p_semaphore, count):
-    """Wait until as many blocks have added to an accumulator."""
-    # An addition of 0 is how an acquiring load is written.
+    """Wait until this many blocks have added to an accumulator."""
+    # An atomic add of 0 serves as an acquiring load.
     added = gl.atomic_add(p_semaphore, 0, sem="acquire", scope="gpu")
     while added < count:
         added = gl.atomic_add(p_semaphore, 0, sem="acquire", scope="gpu")
@@ -162,12 +162,12 @@ class Order:
 
     @gluon.jit
     def wait_go(self, count):
-        """For a warpgroup: until it may add to the accumulator of step `count`."""
+        """For a warpgroup: wait until it may add to the accumulator of step `count`."""
         mbarrier.wait(self.go.index(count % ORDER_STAGES), (count // ORDER_STAGES) & 1)
 
     @gluon.jit
     def add(self, count):
-        """For a warpgroup: it has added."""
+        """For a warpgroup: signal that it has added."""
         mbarrier.arrive(self.added.index(count % ORDER_STAGES), count=1)
 
     @gluon.jit
@@ -185,7 +185,7 @@ class Order:
         """Pass the accumulator of step `count` on to the next block after both warpgroups have added to it."""
         mbarrier.wait(self.added.index(count % ORDER_STAGES), (count // ORDER_STAGES) & 1)
         mbarrier.arrive(self.free.index(count % ORDER_STAGES), count=1)
-        # The release orders the warpgroups' additions before it too, for it comes after theirs by the barrier. The
+        # The release orders the warpgroups' additions before it too, since the barrier puts it after them. The
         # largest number stays: offsets that are not in order may make two sequences share an accumulator, and then no
         # block must see a smaller number than before.
         gl.atomic_max(p_semaphore, i_block + 1, sem="release", scope="gpu")

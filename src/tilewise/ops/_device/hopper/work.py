@@ -1,7 +1,7 @@
 """Work items of the forward for Hopper: which there are and in which order, the key tiles that each reaches, and the
 warp that fetches them.
 
-An item is a query tile of one head: 64 rows for each of GROUPS warpgroups. CTAs are persistent, one an SM, and take
+An item is a query tile of one head: 64 rows for each of GROUPS warpgroups. CTAs are persistent, one per SM, and take
 item after item: every n-th, or the next from a work counter in global memory. Only the fetching warp computes what an
 item is; it tells the warpgroups through a mailbox in shared memory.
 """
@@ -21,7 +21,7 @@ ROWS = gl.constexpr(64)
 
 
 class ItemSizes(NamedTuple):
-    """What says which items there are, and in which order they come."""
+    """Defines which work items there are, and their order."""
 
     n_batch: Any
     n_tiles: Any
@@ -30,7 +30,7 @@ class ItemSizes(NamedTuple):
     n_all_heads: Any
     """Of all batch entries."""
     together: Any
-    """Heads that are walked side by side."""
+    """Heads that are interleaved."""
     group: Any
     """GQA group size."""
     n_queries: Any
@@ -64,7 +64,7 @@ class KeyTiles(NamedTuple):
 
 
 class ItemFetch(NamedTuple):
-    """What the fetching warp works with."""
+    """The fetching warp's arguments."""
 
     q: Any
     k: Any
@@ -97,7 +97,7 @@ def read_item(mailbox, slot, WARPS: gl.constexpr):
     start = mailbox.get(slot, mailbox.FIELDS.start, WARPS)
     n_queries = mailbox.get(slot, mailbox.FIELDS.n_queries, WARPS)
     n_keys = mailbox.get(slot, mailbox.FIELDS.n_keys, WARPS)
-    # All threads have read the message before one of them lets go of the slot.
+    # All threads have read the message before one of them releases the slot.
     thread_barrier()
     return Item(row, i_h, i_b, start, gl.where(row >= 0, n_queries, -1), n_keys)
 
@@ -185,8 +185,8 @@ def fetch_queries(given, slot, item, TILE: gl.constexpr):
 
 @gluon.jit
 def fetch_items(given, TILE: gl.constexpr):
-    """The fetching warp: item after item, Q, and for each step a tile of K with the tile of V before it, for those are
-    multiplied side by side.
+    """The fetching warp: item after item, Q, and for each step a tile of K with the tile of V before it, since they are
+    multiplied in the same step.
     """
     sizes = given.sizes
     limits = given.limits
@@ -212,7 +212,7 @@ def fetch_items(given, TILE: gl.constexpr):
                 fetch_step(given, ring, keys, (first - 1) * TILE.BLOCK_N, False, True, TILE)
                 ring = ring.advance()
         if given.counter is not None:
-            # Taken as late as can be: a CTA that has done its items takes the next, however long they were.
+            # Taken as late as possible: a CTA that has finished its items takes the next, however long they were.
             number = gl.num_programs(0) + gl.atomic_add(given.counter, 1, sem="relaxed")
         else:
             number += gl.num_programs(0)

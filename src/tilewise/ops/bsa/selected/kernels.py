@@ -71,7 +71,7 @@ def bsa_selected_bwd_kernel(
     # Grid: segments, at most, x HEADS heads that share a choice.
     # Owns: one block of keys of one head and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M at a time.
-    # Writes: its part of dk and dv, added where it is a list's first segment, else left aside; and each entry's part of
+    # Writes: its part of dk and dv, added where it is a list's first segment, else set apart; and each entry's part of
     # dq.
     i_segment = tl.program_id(0) // HEADS
     if no_segment(None, 0, lists.ends + n_heads * n_slots - 1, i_segment):

@@ -139,7 +139,7 @@ def forward(inputs: Inputs) -> torch.Tensor:
     config = inputs.config("selected_fwd")
     by_token = q.shape[-2] * named.slots
     chunks = index.chunks(named, by_token * o.shape[-1] * o.element_size())
-    # The first chunk is the longest: all use its memory, one after another.
+    # The first chunk is the longest: all reuse its memory.
     partial = o.new_empty((chunks[0].tiles * named.tile_tokens * by_token, o.shape[-1]))
     arguments = _arguments(inputs, config) | {"partial_o": partial}
     for chunk in chunks:
@@ -160,7 +160,7 @@ def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torc
     if do.numel() == 0:
         return dq, k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
     config, block_n, by_token = inputs.config("selected_bwd"), inputs.block_n, q.shape[-2] * named.slots
-    # What stays by entry: a row of dq, the index, and a share of the sums that further segments leave aside.
+    # What stays by entry: a row of dq, the index, and a share of the sums that further segments store separately.
     left_aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
     chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + left_aside + 8))
     # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.

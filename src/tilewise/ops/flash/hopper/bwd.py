@@ -2,7 +2,7 @@
 
 Tile plan. A CTA takes block after block of BLOCK_N keys of one KV head. Two warpgroups own half of the keys each and
 share every query tile that one warp fetches (`_device.hopper.blocks`). A warpgroup computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ,
-so that Pᵀ and dSᵀ come out of wgmma in the registers where dV += Pᵀ dO and dK += dSᵀ Q want them. dSᵀ also goes through
+so that Pᵀ and dSᵀ come out of wgmma in the registers where dV += Pᵀ dO and dK += dSᵀ Q need them. dSᵀ also goes through
 shared memory, and each warpgroup computes one half of the columns of dQ = dS K from the keys of both. It adds that half
 to an fp32 accumulator in global memory, whose private layout [D / 8, BLOCK_M, 8] lets a warp write 256 contiguous bytes
 straight from wgmma's registers.
@@ -19,12 +19,12 @@ Order of additions to dQ. ORDERED, it is fixed: block n of keys adds to a query 
 accumulator has a semaphore that counts the blocks which have added; one warp acquires it, another releases it
 (`_device.hopper.semaphore`), so that the warpgroups do neither. The first block that meets a tile stores, so that no
 accumulator needs to be zeroed. Where the order is free, accumulators are zeroed up front by another kernel, or lazily
-(ZEROES_LAZILY): the warp that fetches query tiles sees to each one in time; that of the first block zeroes it, those of
+(ZEROES_LAZILY): the warp that fetches query tiles prepares each in time; that of the first block zeroes it, those of
 others wait until it has. That saves a pass over memory, but no block may overtake the first.
 
-No deadlock, in whatever order CTAs start: a CTA takes its blocks from a work counter, in ascending order, and waits
+No deadlock, for any start order of CTAs: a CTA takes its blocks from a work counter, in ascending order, and waits
 only for blocks before its own. The smallest block that is not done is being worked on, and waits for none. Waits are
-short, for every CTA walks the query tiles from the last to the first. Under a causal mask the blocks of the first keys
+short, as every CTA walks the query tiles from the last to the first. Under a causal mask the blocks of the first keys
 are the longest; they are taken first, which evens out the end, and all begin with the same tile: each has to stay one
 step behind the one before it, and nothing more, for the shorter ones drop out at the diagonal. With the first tile
 first, a block would begin two tiles ahead of the one before it and wait at once. Under a left limit the one before is
@@ -32,7 +32,7 @@ two tiles ahead from the start.
 
 Query heads of a GQA group. One visit is a query tile of one head. If the block SWEEPS, it walks all its tiles for one
 head, then for the next: neighbouring blocks come to a tile within a few steps, and find it in the L2 cache. Under a
-causal mask a block would so overtake the longer one before it anew at each head, and wait: there it visits all heads of
+causal mask a block would then overtake the longer one before it at each head, and wait: there it visits all heads of
 a tile, then the next tile. Visits are walked from the last down, in the order in which their accumulators lie in
 memory, so that a step needs no division.
 """
@@ -120,7 +120,7 @@ class BackwardTile(NamedTuple):
 
 @gluon.jit
 def leave_gradients(half, acc_dk, acc_dv, i_item, given, TILE: gl.constexpr):
-    """A warpgroup's rows of dK and dV into the shared memory that held K and V, for `store_blocks`."""
+    """Writes a warpgroup's rows of dK and dV into the shared memory that held K and V, for `store_blocks`."""
     exchange = given.exchange
     # V's rows of this warpgroup are read by it alone; K's are read by both, for dQ.
     half.b_v.store(acc_dv.to(half.b_v.dtype))
@@ -135,7 +135,7 @@ def leave_gradients(half, acc_dk, acc_dv, i_item, given, TILE: gl.constexpr):
 
 @gluon.jit
 def half_of_block(block, slot, given, W: gl.constexpr, TILE: gl.constexpr):
-    """Warpgroup W's part of the block in a slot."""
+    """Warpgroup W's half of the block in a slot."""
     HALF_N: gl.constexpr = TILE.BLOCK_N // 2
     HALF_D: gl.constexpr = TILE.BLOCK_D // 2
     k_tiles = given.tiles.k
@@ -157,7 +157,7 @@ def half_of_block(block, slot, given, W: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def consume_block(block, i_item, done, zeros, o_dq, given, W: gl.constexpr, TILE: gl.constexpr):
-    """Warpgroup W's part of a block of keys: of every step, which are the CTA's steps from `done` on, and its rows of
+    """Warpgroup W's half of a block of keys: of every step, which are the CTA's steps from `done` on, and its rows of
     dK and dV.
     """
     HALF_N: gl.constexpr = TILE.BLOCK_N // 2
@@ -178,7 +178,7 @@ def consume_block(block, i_item, done, zeros, o_dq, given, W: gl.constexpr, TILE
         b_sT = warpgroup_mma_wait(0, deps=(b_sT,))
     for i_sweep in range(given.group if TILE.SWEEPS else 1):
         if TILE.SWEEPS:
-            # Read anew, so that no registers hold them from sweep to sweep.
+            # Reloaded, so that no registers hold them across sweeps.
             visits = read_visits(given.mailbox, slot, 4)
         first_acc = visits.first_acc + i_sweep * given.n_slots_q
         target = Target(p_acc, o_dq, first_acc, visits.first_from, block.i_block)
@@ -228,12 +228,12 @@ def flash_bwd_hopper_kernel(
     q, k, v, do, dk, dv, lse_log2, delta, workspace, offsets, n_batch, n_heads_k, group, n_queries, n_keys, together,
     left, right, scales, TILE: gl.constexpr,
 ):  # fmt: skip
-    # Grid: one CTA an SM, or one a block where those are fewer.
-    # Owns: one block after the other, BLOCK_N keys of one KV head, the next that no CTA has taken.
-    # Loops over: the query tiles that meet them, of one query head of the group after the other, or in each tile over
+    # Grid: one CTA per SM, or one per block where those are fewer.
+    # Owns: block after block, BLOCK_N keys of one KV head, each the next that no CTA has taken.
+    # Loops over: the query tiles that meet them, one query head of the group at a time, or in each tile over
     # those heads.
     # Writes: the blocks' rows of dk and dv; adds to those tiles' accumulators of dq, which `hopper.sum` finishes.
-    # AHEAD waits for the next query tile before it lets go of this one.
+    # AHEAD waits for the next query tile before it releases this one.
     gl.static_assert(TILE.STAGES > 1 or not TILE.AHEAD)
     # Block 0 zeroes every accumulator, of one query head.
     gl.static_assert(not TILE.ZEROES_LAZILY or not (TILE.ORDERED or left is not None or TILE.GROUPED))
@@ -253,7 +253,7 @@ def flash_bwd_hopper_kernel(
         q.dtype, [4, HALF_N, TILE.BLOCK_M], gl.NVMMASharedLayout.get_default_for([HALF_N, TILE.BLOCK_M], q.dtype)
     )
     mailbox = allocate_mailbox(TILE.SLOTS, MESSAGE_FIELDS, MESSAGE_SIZE)
-    # A slot is full of K, V and a message; all single warps but the one that fetches let go of it.
+    # A slot is full of K, V and a message; all single warps but the one that fetches release it.
     blocks = allocate_ring(TILE.SLOTS, 3 if TILE.ORDERED else 1)
     steps = StepBarriers(
         allocate_barriers(TILE.STAGES, 1), allocate_barriers(TILE.STAGES, 1), allocate_barriers(TILE.STAGES, 2)

@@ -2,7 +2,7 @@
 
 Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for
 a few bytes at 256 channels and under softcap (those of later releases spill some hundred bytes in masked loops at 64),
-and shared memory that a block may have.
+and shared memory that a CTA may have.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Direction = Literal["forward", "backward"]
 Order = Literal["fixed", "opened", "cleared"]
 
 ARCHITECTURE = 90
-# Channels as tiles hold them: the tensor memory accelerator fills up with zeros.
+# Channels padded to tiles: TMA fills with zeros.
 WIDTHS = (64, 128, 256)
 # Below the first, portable kernels have as much to do and less to set up; a backward of more than the second does not
 # fit the registers.
@@ -25,7 +25,7 @@ WIDEST: dict[Direction, int] = {"forward": 256, "backward": 128}
 
 # Queries of one warpgroup of the forward.
 ROWS = 64
-# Keys and values that stay in the L2 cache (50 MB on an H100 and an H200) beside what else goes through it.
+# Keys and values that stay in the L2 cache (50 MB on an H100 and an H200) besides all else that goes through it.
 CACHED_BYTES = 32 << 20
 
 
@@ -45,10 +45,10 @@ class Forward(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """Registers of a thread: when a kernel starts, and later of warps that compute and of the one that fetches, in
-    eights.
+    """Registers per thread: at kernel start, later for warps that compute and for the one that fetches, in multiples
+    of 8.
 
-    A block has 65,536, 512 for 128 threads, and the fetching warp counts as a warpgroup.
+    A CTA has 65,536, 512 for 128 threads, and the fetching warp counts as a warpgroup.
     """
 
     start: int
@@ -74,7 +74,7 @@ FORWARD: dict[tuple[int, int], Forward] = {
 FORWARD_CAPPED: dict[tuple[int, int], Forward] = {
     widths: Forward(64, 4) for widths in ((64, 64), (64, 128), (128, 64), (128, 128))
 }
-# Of at most so many keys, where a limit to the right cuts them (causal): half of a tile at the diagonal is masked, so
+# Up to this many keys, where a limit to the right cuts them (causal): half of a tile at the diagonal is masked, so
 # smaller ones.
 SHORT_KEYS = 2048
 FORWARD_SHORT: dict[tuple[int, int], Forward] = {(64, 64): Forward(64, 8, groups=3)}
@@ -130,16 +130,16 @@ def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
 
 @cached
 def padded(channels: int) -> int:
-    """Channels as a tile holds them."""
+    """Channels padded to a tile."""
     return next(width for width in WIDTHS if channels <= width)
 
 
 def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, left: bool, right: bool) -> Forward:
-    """The forward's tiles for so many keys, under softcap or not, and with limits to the left and right or without."""
+    """The forward's tiles for `keys` keys, under softcap or not, and with limits to the left and right or without."""
     return _choose_forward(channels, value_channels, keys <= SHORT_KEYS, capped, left, right)
 
 
-# Keyed by no length: packed training has another one in every step.
+# Not keyed by length: packed training has a new one in every step.
 @cached
 def _choose_forward(channels: int, value_channels: int, short: bool, capped: bool, left: bool, right: bool) -> Forward:
     widths = padded(channels), padded(value_channels)
@@ -177,12 +177,12 @@ def shared_bytes(config: Forward, channels: int, value_channels: int) -> int:
 
 
 def heads_together(heads: int, group: int, bytes_a_kv_head: int, limited: bool) -> int:
-    """How many of `heads` (of all batch entries) are walked side by side, tile by tile, in groups of `group` for each
+    """How many of `heads` (of all batch entries) are interleaved, tile by tile, in groups of `group` for each
     KV head.
 
     Where keys to the right are masked (`limited`), items differ in length: heads side by side let the longest items of
     several heads come first, so that short ones fill the gaps at the end; as many as keep K and V in the L2 cache. Else
-    one head after the other, for the same reason.
+    head by head, for the same reason.
     """
     if not limited:
         return 1

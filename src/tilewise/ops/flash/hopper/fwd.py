@@ -1,4 +1,4 @@
-"""Flash attention forward for Hopper, in Gluon: warp-specialised, TMA and wgmma, one persistent CTA an SM.
+"""Flash attention forward for Hopper, in Gluon: warp-specialised, TMA and wgmma, one persistent CTA per SM.
 
 Tile plan. A work item is a query tile of 64 · GROUPS rows of one head. Each of GROUPS warpgroups owns 64 of its rows:
 their Q in shared memory, O and the scores of one key tile in registers. One more warp fetches (`_device.hopper.work`):
@@ -11,7 +11,7 @@ steps of the other warpgroups fill only in part: so it has one barrier to wait f
 is reduced over threads once, at the end.
 
 Masks. Key tiles are walked from the last to the first. The tile at a causal diagonal, or past the last key, comes first
-and is masked if any is. Tiles that need no mask have a loop of their own. Tiles that a warpgroup's rows do not reach,
+and is masked if any is. Tiles that need no mask have a separate loop. Tiles that a warpgroup's rows do not reach,
 but those of another do, are skipped.
 
 Costs. FLOPs: 2 · 64 · GROUPS · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each
@@ -73,14 +73,14 @@ class ForwardTile(NamedTuple):
     SLOTS: int
     """Items whose Q is in shared memory at a time."""
     O_IN_Q: bool
-    """Whether O leaves from where Q was: with one slot only."""
+    """Whether O is stored from Q's buffer: with one slot only."""
     PACKED: bool
     MASK_LAST: bool
     """Whether the last key tile needs a mask."""
     SIGN: int
-    """Of the scale: the row maximum is taken before scaling, which wants a positive one."""
+    """Of the scale: the row maximum is taken before scaling, which needs a positive one."""
     REGISTERS: int
-    """Of a thread of a warpgroup."""
+    """Per thread of a warpgroup."""
     REGISTERS_FETCH: int
 
 
@@ -97,7 +97,7 @@ class Shared(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What a warpgroup works with."""
+    """A warpgroup's arguments."""
 
     o: Any
     lse: Any
@@ -110,7 +110,7 @@ class Attending(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An item whose first scores are on their way: the product, the item, key tiles `first .. end` of all its rows, and
+    """An item whose first scores are in flight: the product, the item, key tiles `first .. end` of all its rows, and
     those of this warpgroup's.
     """
 
@@ -144,7 +144,7 @@ def probabilities(b_s, m, l, item, o_m, o_key, given, MASKED: gl.constexpr, TILE
     """One step of the online softmax over the scores of the key tile from key `o_key` on."""
     limits = given.limits
     if TILE.SIGN != 1:
-        # The row maximum is taken before scaling, which wants a positive scale: its sign (or 0) goes into the scores.
+        # The row maximum is taken before scaling, which needs a positive scale: its sign (or 0) goes into the scores.
         b_s = b_s * TILE.SIGN
     b_s = cap_scores(b_s, given.scales.score_scale)
     if MASKED:
@@ -165,7 +165,7 @@ def probabilities(b_s, m, l, item, o_m, o_key, given, MASKED: gl.constexpr, TILE
 def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup's rows of O and LSE from its final sums: 0 and -inf for a row that saw nothing.
 
-    O is on its way when this returns.
+    The store of O is in flight when this returns.
     """
     acc = state.acc
     m = state.m
@@ -193,7 +193,7 @@ def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def start_scores(b_q, k_tile, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """S of a warpgroup's rows and a key tile, on its way."""
+    """S of a warpgroup's rows and a key tile, in flight."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     b_kT = as_matrix(k_tile, BLOCK_N, TILE.BLOCK_D).permute((1, 0))
@@ -296,8 +296,8 @@ def begin_item(given, slot, ring, W: gl.constexpr, TILE: gl.constexpr, S_LAYOUT:
 
 @gluon.jit
 def attend_items(given, W: gl.constexpr, TILE: gl.constexpr):
-    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp posts them; O leaves under the
-    next one's first scores.
+    """Warpgroup W: rows 64 · W to 64 · W + 63 of item after item, as the fetching warp posts them; O's store overlaps
+    the next one's first scores.
     """
     shared = given.shared
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -342,8 +342,8 @@ def flash_fwd_hopper_kernel(
     q, k, v, o, lse, counter, offsets, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys,
     left, right, scales, TILE: gl.constexpr,
 ):  # fmt: skip
-    # Grid: one CTA an SM, or one an item where those are fewer.
-    # Owns: one item after the other, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a work counter,
+    # Grid: one CTA per SM, or one per item where those are fewer.
+    # Owns: item after item, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a work counter,
     # the next that no CTA has taken.
     # Loops over: the key tiles that the item's window reaches, from the last to the first.
     # Writes: the items' rows of o and lse.

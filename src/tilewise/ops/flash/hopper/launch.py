@@ -1,4 +1,4 @@
-"""The forward's launch on Hopper. Which calls go this way is said in `flash.problem`."""
+"""The forward's launch on Hopper. `flash.problem` decides which calls take this path."""
 
 from __future__ import annotations
 

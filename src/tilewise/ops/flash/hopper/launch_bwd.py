@@ -31,7 +31,7 @@ Index = tuple[slice, ...]
 LOG2E = 1.4426950408889634
 # Of a thread at launch, before warps are given theirs.
 REGISTERS = 168
-# Heads whose blocks are taken side by side. Few, so that they share what is in the L2 cache; but a head's next block
+# Heads whose blocks are interleaved. Few, so that they share what is in the L2 cache; but a head's next block
 # must begin two steps or more after the one before it, whose additions it follows: the shorter blocks are, the more
 # heads between the two. Half as many where no limit to the right makes blocks shorter.
 LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
@@ -47,7 +47,7 @@ def _choose(inputs: Inputs) -> Backward:
 
 
 def fits(inputs: Inputs) -> bool:
-    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor wants
+    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor needs
     them.
     """
     rows = _choose(inputs).block_m
@@ -86,7 +86,7 @@ def _slices(count: int, most: int) -> list[slice]:
 
 
 def _chunks(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
-    """Some batch entries, or some KV heads of one: as many as MOST_BYTES has room for, but as have blocks of keys for
+    """Some batch entries, or some KV heads of one: as many as MOST_BYTES has room for, but with blocks of keys for
     all SMs.
 
     As indices into tensors of queries, into those of keys, and into LSEs.
@@ -120,7 +120,7 @@ def readable(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(x: torch.Tensor, rows: int) -> Descriptor:
-    """One number a query row, a tile at a time."""
+    """One number per query row, a tile at a time."""
     return Descriptor(x, (x.shape[0],), (1,), (rows,), STATISTICS)
 
 
@@ -144,7 +144,7 @@ def backward_launches(
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
     n_batch = batch_size(q, inputs.cu_q)
-    # Packed sequences are processed one after the other: not all of their keys count together.
+    # Packed sequences are processed in order: not all of their keys count together.
     together = TOGETHER_LONG if _mean_keys(inputs) >= LONG_KEYS else TOGETHER_SHORT
     tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
     delta, lse_log2 = (q.new_empty((tiles * block_m,), dtype=torch.float32) for _ in range(2))

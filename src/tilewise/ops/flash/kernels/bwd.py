@@ -1,4 +1,4 @@
-"""Flash attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
+"""Flash attention backward, for any GPU that Triton supports: no atomics, so the same inputs give the same bits.
 
 Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of
 its group's heads (4 products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the GQA group is divided into chunks with a
@@ -29,7 +29,7 @@ SIZES = ("n_batch", "n_tiles", "n_heads", "n_heads_k", "n_keys", "left", "right"
 
 
 class DkdvStep(NamedTuple):
-    """What a step has to show, under the names that `tilewise trace` gives it; `t`: transposed."""
+    """A step's tapped values, under the names that `tilewise trace` gives them; `t`: transposed."""
 
     Q: Any
     St: Any

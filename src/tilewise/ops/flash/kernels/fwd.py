@@ -1,6 +1,6 @@
-"""Flash attention forward, for any GPU that Triton serves.
+"""Flash attention forward, for any GPU that Triton supports.
 
-Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
+Tile plan, one program per query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
 through.
 Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step. Bytes from memory: Q, O and LSE once; K and V once for each query
 tile, from the L2 cache for all but the first. On chip: BLOCK_M · D + stages · BLOCK_N · (D + Dv) elements of shared
@@ -24,7 +24,7 @@ SIZES = ("n_batch", "n_tiles", "n_heads", "group", "n_queries", "n_keys", "left"
 
 
 class FwdStep(NamedTuple):
-    """What a step has to show, under the names that `tilewise trace` gives it."""
+    """A step's tapped values, under the names that `tilewise trace` gives them."""
 
     K: Any
     S_pre_scaling: Any
@@ -81,7 +81,7 @@ def flash_fwd_kernel(
     # [M, D]
     b_q = load_rows(q_rows, i_m, TILE.D, TILE.BLOCK_M, TILE.BLOCK_D, TILE.TMA)
     if SIGN != 1:
-        # The row maximum is taken before scaling, which wants a positive scale: its sign (or 0) goes into q, exactly.
+        # The row maximum is taken before scaling, which needs a positive scale: its sign (or 0) goes into q, exactly.
         b_q = (b_q * SIGN).to(b_q.dtype)
     tap_once(taps, b_q)
     m = tl.full([TILE.BLOCK_M], float("-inf"), tl.float32)

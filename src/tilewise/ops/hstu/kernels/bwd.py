@@ -1,4 +1,4 @@
-"""SiLU attention backward, for any GPU that Triton serves: no atomics, so the same inputs give the same bits.
+"""SiLU attention backward, for any GPU that Triton supports: no atomics, so the same inputs give the same bits.
 
 Two kernels. `dkdv` owns a key tile and loops over the query tiles that reach it (4 products: Sᵀ, dV, dPᵀ, dK). `dq`
 owns a query tile and loops over key tiles (3 products: S, dP, dQ). A weight depends on its own score alone, so nothing
@@ -24,7 +24,7 @@ SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context"
 
 
 class DkdvStep(NamedTuple):
-    """What a step has to show, under the names that `tilewise trace` gives it."""
+    """A step's tapped values, under the names that `tilewise trace` gives them."""
 
     Q: Any
     S: Any
@@ -52,7 +52,7 @@ def hstu_bwd_dkdv_step(
     acc_dk, acc_dv, b_k, b_v, q_rows, do_rows, i_m, i_n, Tk, mask, scales, taps, TILE: tl.constexpr,
     MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """What one query tile adds to dK and dV. Rows past the last query are zero, and so is what comes of them."""
+    """What one query tile adds to dK and dV. Rows past the last query are zero, and so are their products."""
     # [M, D]
     b_q = load_rows(q_rows, i_m, TILE.D, TILE.BLOCK_M, TILE.BLOCK_D, TILE.TMA, INSIDE)
     # [N, D] @ [D, M] -> [N, M]
@@ -85,7 +85,7 @@ def hstu_bwd_dkdv_kernel(
     # Grid: key tiles of all sequences, longest sequences first, x heads x chunks, where chunks is given.
     # Owns: BLOCK_N keys of one head, for one chunk of the queries.
     # Loops over: the query tiles that reach it.
-    # Writes: its rows of dk and dv, which have rows for each chunk one after another.
+    # Writes: its rows of dk and dv, which hold the chunks' rows end to end.
     i_own = tl.program_id(0)
     if chunks is not None:
         i_own = tl.program_id(0) // chunks

@@ -1,7 +1,7 @@
-"""SiLU attention forward, for any GPU that Triton serves: `o = factor · Σ_j p(q_i·k_j) v_j` over the keys that the mask
-keeps.
+"""SiLU attention forward, for any GPU that Triton supports: `o = factor · Σ_j p(q_i·k_j) v_j` over the keys that the
+mask keeps.
 
-Tile plan, one program a query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
+Tile plan, one program per query tile of BLOCK_M rows of one head: Q stays on chip; K and V tiles of BLOCK_N rows stream
 through. There is no softmax, so nothing but the sum itself is carried from tile to tile. Operations: 2 · BLOCK_M ·
 BLOCK_N · (D + Dv) a step, and a sigmoid a pair, which weighs as much as the products where D is small. Bytes from
 memory: Q and O once; K and V once for each query tile, from the L2 cache for all but the first.
@@ -28,7 +28,7 @@ SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context"
 
 
 class FwdStep(NamedTuple):
-    """What a step has to show, under the names that `tilewise trace` gives it."""
+    """A step's tapped values, under the names that `tilewise trace` gives them."""
 
     K: Any
     S: Any

@@ -37,7 +37,7 @@ class ScoresTile(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Constants of windows: tokens in one, from one to the next; how many begin in a block, and as tiles hold them;
+    """Constants of windows: tokens in one, from one to the next; how many begin in a block, also padded to tiles;
     planes of shares.
     """
 

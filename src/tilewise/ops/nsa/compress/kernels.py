@@ -12,7 +12,7 @@ SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
 
 @triton.jit
 def whole_windows(n_tokens, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """How many windows of SIZE lie in so many tokens."""
+    """How many windows of SIZE lie in this many tokens."""
     return tl.where(n_tokens >= SIZE, (n_tokens - SIZE) // STRIDE + 1, 0)
 
 

@@ -1,7 +1,7 @@
 """What tokens name, grouped by blocks of keys (lists) or by tiles of queries (unions): launches of the
 index kernels.
 
-One call of attention to named blocks: which blocks tokens name, and the tensors and numbers beside them.
+One call of attention to named blocks: which blocks tokens name, and the tensors and numbers that go with them.
 """
 
 from typing import Literal, NamedTuple
@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
     @property
     def slots_p(self) -> int:
-        """As tiles hold them."""
+        """Slots padded to tiles."""
         return power_of_2(max(self.slots, 1))
 
     @property
@@ -60,7 +60,7 @@ class Named(NamedTuple):
         return max(1, configs.LIST_ENTRIES // self.slots_p)
 
     def tile_slots(self, tokens: int) -> int:
-        """Tiles of so many tokens, of all sequences together."""
+        """Tiles of this many tokens, of all sequences together."""
         sequences = 1 if self.cu is not None else self.indices.shape[0]
         return tile_slots(self.indices.shape[-3], tokens, self.cu) * sequences
 
@@ -80,17 +80,17 @@ class Named(NamedTuple):
         }
 
     def naming(self, tokens: int) -> Naming:
-        """The constants that they take, for tiles of so many tokens."""
+        """The constants that they take, for tiles of this many tokens."""
         return Naming(self.block_size, self.indices.shape[-1], self.own, tokens, self.slots_p)
 
 
 def _only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """A number that is no block must not become one when it is cut to 32 bits, or multiplied."""
+    """A number that is no block must not become one when it is truncated to 32 bits, or multiplied."""
     return torch.where((indices >= 0) & (indices < blocks), indices, -1).to(torch.int32).contiguous()
 
 
 def only_blocks(indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """In 32 bits, with -1 in place of a number that is none of so many blocks."""
+    """In 32 bits, with -1 in place of a number that is not a block: below 0, or `blocks` or more."""
     return compute(_only_blocks, indices, blocks, shape=indices.shape, dtype=torch.int32)
 
 
@@ -100,21 +100,21 @@ def _cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def cut_blocks(indices: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each block's parts in place of it, one after another."""
+    """Each block replaced by its parts, in order."""
     return compute(
         _cut_blocks, indices, parts, shape=(*indices.shape[:-1], indices.shape[-1] * parts), dtype=torch.int32
     )
 
 
 def repeat(x: torch.Tensor, times: int, axis: int) -> torch.Tensor:
-    """Each along an axis so often, one after another."""
+    """Each element repeated along an axis, as `repeat_interleave`."""
     shape = list(x.shape)
     shape[axis] *= times
     return compute(torch.repeat_interleave, x, times, axis, shape=shape, dtype=x.dtype)
 
 
 def check_blocks(tokens: int, block_size: int, parts: int, slots: int) -> int:
-    """How many blocks so many tokens have; a ValueError where they, cut into parts, are more than entries of `slots` a
+    """Blocks of this many tokens; a ValueError where they, cut into parts, are more than entries of `slots` a
     token can name.
     """
     blocks = -(-tokens // block_size)
@@ -152,7 +152,7 @@ class Inputs(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The wider of the two channel counts, as tiles hold it."""
+        """The wider of the two channel counts, padded to tiles."""
         return max(tile_widths(self.q.shape[-1], self.v.shape[-1], self.q.element_size()))
 
     @property
@@ -162,7 +162,7 @@ class Inputs(NamedTuple):
 
     @property
     def block_n(self) -> int:
-        """Keys of one tile: a block, as tiles hold it."""
+        """Keys of one tile: a block, padded."""
         return max(16, power_of_2(self.named.block_size))
 
     def config(self, kernel: configs.Kernel) -> configs.Config:
@@ -194,8 +194,8 @@ def make_inputs(
     own: bool = False,
     causal: bool = True,
 ) -> Inputs:
-    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into index heads of their
-    own.
+    """Inputs as the kernels take them: a long block cut into parts that fit, a large group into separate index
+    heads.
     """
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
     parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
@@ -268,7 +268,7 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
 
     most_segments = min(named.lists, entries) + entries // segment
     counts = indices.new_zeros((named.lists, chunk.tiles), dtype=torch.int32)
-    # Not rows of one tensor: each begins at a multiple of 16 bytes then, whatever the number of lists, and a kernel is
+    # Not rows of one tensor: each begins at a multiple of 16 bytes then, for any number of lists, and a kernel is
     # compiled for that.
     totals, firsts, ends, extras = (whole(named.lists) for _ in range(4))
     ranks, perm, segments = whole(entries), whole(entries), whole(most_segments, 4)

@@ -80,8 +80,8 @@ def _scales(inputs: Inputs) -> Scales:
 
 
 def _positive(scale: float) -> dict[str, Any]:
-    """The forward takes a row's maximum before scaling, which wants a positive scale: its sign (or 0) is
-    applied apart.
+    """The forward takes a row's maximum before scaling, which needs a positive scale: its sign (or 0) is
+    applied separately.
     """
     return {"scale_log2": (abs(scale) or 1.0) * flash.LOG2E, "SIGN": 1 if scale > 0 else -1 if scale < 0 else 0}
 
@@ -95,7 +95,7 @@ def index_type(tokens: int, group: int, *tensors: torch.Tensor) -> tl.dtype:
 def _in_lists(
     inputs: Inputs, config: configs.Config, made: MadeLists, first_tile: int, *rows: torch.Tensor
 ) -> dict[str, Any]:
-    """What the kernels in key order take beside; `rows` are the tensors that they gather from."""
+    """What the kernels in key order take in addition; `rows` are the tensors that they gather from."""
     named = inputs.named
     shape = ListsShape(
         **widths(inputs)._asdict(),
@@ -123,7 +123,7 @@ def _why_pointers(k: torch.Tensor, v: torch.Tensor, block_size: int, block_n: in
 
 
 def _in_unions(inputs: Inputs, unions: Unions, config: configs.Config) -> dict[str, Any]:
-    """What the kernels in query order take beside; keys through descriptors where they can be."""
+    """What the kernels in query order take in addition; keys through descriptors where they can be."""
     k, v, named, group_p = inputs.k, inputs.v, inputs.named, power_of_2(inputs.group)
     tma = config.tma and inputs.block_n == named.block_size and fits_descriptor(k) and fits_descriptor(v)
     shape = UnionShape(
@@ -151,7 +151,7 @@ def _in_unions(inputs: Inputs, unions: Unions, config: configs.Config) -> dict[s
     }
 
 
-# Rows of one program that merges or sums what was left by entry (rows do not meet: interpreted, few programs are
+# Rows of one program that merges or sums per-entry results (rows are independent: interpreted, few programs are
 # faster), and keys of one that sums segments.
 MERGED_ROWS = 64 if interpreting() else 16
 SUMMED_ROWS = 64 if interpreting() else 8
@@ -165,7 +165,7 @@ def _forward_lists(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, flag: tor
     rows_a_token = named.heads * inputs.group
     bytes_a_token = rows_a_token * named.slots * (o.shape[-1] * o.element_size() + 4)
     chunks = index.chunks(named, bytes_a_token)
-    # The first chunk is the longest: all use its memory, one after another.
+    # The first chunk is the longest: all reuse its memory.
     results = chunks[0].tiles * named.tile_tokens * rows_a_token * named.slots
     partial_o = o.new_empty((results, o.shape[-1]))
     partial = {"partial_o": partial_o, "partial_lse": o.new_empty((results,), dtype=torch.float32)}
@@ -256,11 +256,11 @@ def _backward_lists(
     }
     rows_a_token = named.heads * inputs.group
     # What stays by entry: a row of dq for each head, or without it the index and a share of the sums that further
-    # segments leave aside.
+    # segments store separately.
     shared = (sums.dk.shape[-1] + sums.dv.shape[-1]) * 4 * block_n // segment + 8
     by_entry = shared if dq is None else shared + inputs.group * dq.shape[-1] * dq.element_size()
     chunks = index.chunks(named, named.heads * named.slots * by_entry)
-    # The first chunk is the longest: all use its memory, one after another.
+    # The first chunk is the longest: all reuse its memory.
     entries = chunks[0].tiles * named.tile_tokens * named.heads * named.slots
     aside = KeySums(*(x.new_empty((entries // segment * block_n, x.shape[-1]), dtype=torch.float32) for x in sums))
     partial_dq = None if dq is None else dq.new_empty((entries * inputs.group, dq.shape[-1]))
@@ -296,7 +296,7 @@ def _backward_lists(
 
 
 def sum_keys(inputs: Any, sums: KeySums, aside: KeySums, heads: int) -> dict[str, Any]:
-    """What the kernel takes that adds the sums left aside, of `heads` KV heads that share a list."""
+    """Arguments of the kernel that adds the further segments' sums, of `heads` KV heads that share a list."""
     named = inputs.named
     return {
         "aside": aside,

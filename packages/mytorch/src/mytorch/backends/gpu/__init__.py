@@ -1,3 +1,3 @@
-"""The CUDA backend by parts: kernels, which are device code alone, in files named kernels_*; what launches them beside
-them.
+"""The CUDA backend by topic: kernels, which are device code alone, in files named kernels_*; their launchers
+next to them.
 """

@@ -20,7 +20,7 @@ from tilewise.ops._host.launching import power_of_2
 Pair = tuple[int, int]
 
 # By type and by channels a tile. The steps of tiles of 64 channels are 128 bytes wide: with narrower ones Triton 3.6 on
-# Hopper mixes up the layouts of the two sides. fp64 is multiplied element by element.
+# Hopper mixes up the layouts of the two operands. fp64 is multiplied element by element.
 TILES = {
     (torch.float16, 16): Tile(16, 128, 32, 8, 3),
     (torch.float16, 32): Tile(32, 64, 32, 4, 3),
@@ -33,7 +33,7 @@ FP64_TILE = Tile(32, 32, 16, 8, 1)
 
 
 def choose_tile(dtype: torch.dtype, channels: int) -> Tile:
-    """As many channels as there are, between the 16 that a matrix product wants and 64."""
+    """As many channels as there are, between the 16 that a matrix product needs and 64."""
     return TILES.get((dtype, min(max(16, power_of_2(channels)), 64)), FP64_TILE)
 
 

@@ -41,7 +41,7 @@ def outside(x: Array) -> float:
 
 
 def without(axis: int, strides: Shape) -> Shape:
-    """Strides that leave the place along an axis out."""
+    """Strides with 0 along an axis."""
     return tuple(0 if i == axis else step for i, step in enumerate(strides))
 
 

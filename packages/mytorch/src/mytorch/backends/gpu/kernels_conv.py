@@ -1,4 +1,4 @@
-"""Convolution of images as matrix products whose one side is never built: each step finds the pixels that it
+"""Convolution of images as matrix products with one operand that is never built: each step finds the pixels that it
 multiplies.
 
 Images and gradients of results may have any strides, weights are in C order: [O, C, KH, KW], of T = KH * KW taps. K
@@ -121,10 +121,10 @@ def mytorch_conv2d_grad_weight_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tiles of BLOCK_M output channels x tiles of BLOCK_N input channels and taps x parts of `chunk` pixels of the
-    # result.
-    # Owns: one part of a tile of the weight's gradient.
-    # Loops over: the part's pixels, BLOCK_K at a time.
+    # Grid: tiles of BLOCK_M output channels x tiles of BLOCK_N input channels and taps x chunks of `chunk` pixels of
+    # the result.
+    # Owns: one chunk of a tile of the weight's gradient.
+    # Loops over: the chunk's pixels, BLOCK_K at a time.
     # Writes: its tile of out [parts, O, C, KH, KW].
     i = program_number(WIDE)
     o_m = i % tiles_o * BLOCK_M + tl.arange(0, BLOCK_M)

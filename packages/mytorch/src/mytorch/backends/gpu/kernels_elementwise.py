@@ -1,7 +1,7 @@
 """Element by element, and copies between arrays of any strides. One program has BLOCK elements, counted in C order of
 the result.
 
-Axes that lie one behind the other in every array are one here, so that arrays in C order and single numbers need no
+Axes that are contiguous with each other in every array are merged, so that arrays in C order and scalars need no
 division.
 """
 
@@ -47,7 +47,7 @@ def square_root(x):
 def real_power(x, p):
     """x ** p through logarithms, in fp64: an error in p * log(x) is one of the result's many digits.
 
-    A negative x wants a whole p.
+    A negative x needs an integer p.
     """
     base = x.to(tl.float64)
     exponent = p.to(tl.float64)

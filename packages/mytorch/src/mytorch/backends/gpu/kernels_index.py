@@ -1,5 +1,5 @@
-"""Elements and rows by number, and their gradients, which are gathered: whoever owns a place walks the numbers and adds
-what belongs to it, in the numbers' order, so that the same inputs give the same bits.
+"""Elements and rows by index, and their gradients, which are gathered: the program that owns a row walks the indices
+and adds what belongs to it, in their order, so that the same inputs give the same bits.
 """
 
 import triton
@@ -12,10 +12,10 @@ from mytorch.backends.gpu.kernels_tile import program_number, strided_offsets
 def mytorch_take_kernel(
     table, index, out, n, n_tiles, rows, D, OUTSIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    # Grid: blocks of BLOCK_R numbers x tiles of BLOCK_D columns.
+    # Grid: blocks of BLOCK_R indices x tiles of BLOCK_D columns.
     # Owns: one tile of the result.
     # Loops over: nothing.
-    # Writes: the rows of table [rows, D] that its numbers name; OUTSIDE for a number that names none.
+    # Writes: the rows of table [rows, D] that its indices name; OUTSIDE for an index that names none.
     o_r = tl.program_id(0) // n_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.program_id(0) % n_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     m = (o_r < n)[:, None] & (o_d < D)[None, :]
@@ -31,9 +31,9 @@ def mytorch_take_grad_kernel(
     grad, index, out, rows, n, chunk, tiles_v, tiles_d, D, ACC: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # Grid: blocks of BLOCK_D columns x blocks of BLOCK_V rows of the table x parts of `chunk` numbers.
-    # Owns: a tile of the table's gradient, of one part.
-    # Loops over: the part's numbers, BLOCK_N at a time; where none names a row of the tile, nothing more is read.
+    # Grid: blocks of BLOCK_D columns x blocks of BLOCK_V rows of the table x chunks of `chunk` indices.
+    # Owns: a tile of the table's gradient, of one chunk.
+    # Loops over: the chunk's indices, BLOCK_N at a time; where none names a row of the tile, nothing more is read.
     # Writes: its tile of out [parts, rows, D].
     i = tl.program_id(0)
     o_d = i % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -68,7 +68,7 @@ def mytorch_gather_kernel(
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of the result.
     # Loops over: nothing.
-    # Writes: for each number the element that it names along x's axis of x_stride, or OUTSIDE; x_strides are 0 along
+    # Writes: for each index the element that it names along x's axis of x_stride, or OUTSIDE; x_strides are 0 along
     # that axis.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
     b_number = tl.load(index + o, mask=o < n, other=0)
@@ -95,11 +95,11 @@ def mytorch_gather_grad_kernel(
 ):  # fmt: skip
     # Grid: blocks of BLOCK elements.
     # Owns: BLOCK elements of x's gradient, of `sizes`.
-    # Loops over: the `count` numbers that may name an element, index_stride apart, and their gradients, grad_stride
+    # Loops over: the `count` indices that may name an element, index_stride apart, and their gradients, grad_stride
     # apart. The other strides are 0 along that axis.
-    # Writes: the sum of the gradients whose numbers name the element.
+    # Writes: the sum of the gradients whose indices name the element.
     o = program_number(WIDE) * BLOCK + tl.arange(0, BLOCK)
-    # The numbers' other axes may be shorter than x's.
+    # The indices' other axes may be shorter than x's.
     m = (o < n) & covered(o, sizes, lengths, NDIM)
     place = o // inner % length
     o_index = strided_offsets(o, sizes, index_strides, NDIM)

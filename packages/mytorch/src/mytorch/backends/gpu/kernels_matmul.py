@@ -23,9 +23,9 @@ def mytorch_matmul_kernel(
     NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tiles of a result x batch x, where DIVIDED, parts of `chunk` of the K products that make an element.
-    # Owns: one part of a tile of one batch entry's result.
-    # Loops over: its part of K, BLOCK_K at a time.
+    # Grid: tiles of a result x batch x, where DIVIDED (split-K), chunks of `chunk` of the K products of an element.
+    # Owns: one chunk of a tile of one batch entry's result.
+    # Loops over: its chunk of K, BLOCK_K at a time.
     # Writes: its tile of out [parts, batch, M, N].
     i = tl.program_id(0)
     i_m, i_n = tile_of(i % (tiles_m * tiles_n), tiles_m, tiles_n, 8)
@@ -45,7 +45,7 @@ def mytorch_matmul_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        # A part ends at K or between two tiles. [M, K]
+        # A chunk ends at K or between two tiles. [M, K]
         b_x = tl.load(p_x + o_k.to(tl.int64)[None, :] * x_strides[1], mask=m_m[:, None] & (o_k < K)[None, :], other=0)
         # [K, N]
         b_y = tl.load(p_y + o_k.to(tl.int64)[:, None] * y_strides[0], mask=(o_k < K)[:, None] & m_n[None, :], other=0)

@@ -1,4 +1,4 @@
-"""Optimisers: one pass over a parameter, its gradient and what is kept beside it, all in C order."""
+"""Optimisers: one pass over a parameter, its gradient and its state, all in C order."""
 
 import triton
 import triton.language as tl

@@ -16,9 +16,9 @@ def mytorch_reduce_kernel(
     LARGEST: tl.constexpr, START: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr, AS_BOOL: tl.constexpr,
     KEPT_NDIM: tl.constexpr, NDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tiles of BLOCK_M results x parts of `chunk` elements of each.
-    # Owns: one part of BLOCK_M results.
-    # Loops over: the part's elements, BLOCK_N at a time; each column of the tile keeps its own result until the end.
+    # Grid: tiles of BLOCK_M results x chunks of `chunk` elements of each.
+    # Owns: one chunk of BLOCK_M results.
+    # Loops over: the chunk's elements, BLOCK_N at a time; each column of the tile keeps its own result until the end.
     # Writes: its part of its results, out [parts, results]; of a MEAN, divided.
     i = program_number(WIDE)
     i_part = i // n_tiles

@@ -180,9 +180,9 @@ def mytorch_layer_norm_columns_kernel(
     N, chunk, n_tiles, ACC: tl.constexpr, GRAD_NDIM: tl.constexpr, X_NDIM: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Grid: tiles of BLOCK_N columns x parts of `chunk` rows.
-    # Owns: BLOCK_N columns of one part.
-    # Loops over: the part's rows, BLOCK_R at a time; each row of the tile keeps its own sums until the end.
+    # Grid: tiles of BLOCK_N columns x chunks of `chunk` rows.
+    # Owns: BLOCK_N columns of one chunk.
+    # Loops over: the chunk's rows, BLOCK_R at a time; each row of the tile keeps its own sums until the end.
     # Writes: its part of weight's and bias's gradients, [parts, N].
     i_n = tl.program_id(0) % n_tiles * BLOCK_N
     i_part = tl.program_id(0) // n_tiles

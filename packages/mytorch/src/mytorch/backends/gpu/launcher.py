@@ -1,7 +1,7 @@
-"""What every part of the CUDA backend stands on: how a kernel is launched, types as torch and Triton name them, and
-axes that are one in memory.
+"""What all of the CUDA backend builds on: how a kernel is launched, types as torch and Triton name them, and
+axes that can be merged.
 
-What a launch needs beside its arrays follows from their types, shapes and strides. A function marked `planned` finds it
+What a launch needs besides its arrays follows from their types, shapes and strides. A `planned` function finds it
 once for each of those: a training loop has the same ones in every step, and finding them takes longer than launching.
 """
 
@@ -33,8 +33,8 @@ ACCUMULATORS = {
     torch.bool: tl.int32,
 }
 
-# Where fewer programs than this would run, long sums are divided among more: about two for each processor of a large
-# card. The same on every card, so that a sum's order, and its result to the last bit, is too.
+# Where fewer programs than this would run, long sums are split among more: about two per SM of a large
+# GPU. The same on every GPU, so that a sum's order, and its result to the last bit, is too.
 ENOUGH_PROGRAMS = 256
 # Elements a program where each is computed by itself.
 BLOCK, BLOCK_WARPS = 2048, 8
@@ -59,13 +59,13 @@ def plan_launch(kernel: Any, grid: int, fixed: dict[str, Any], shape: Shape, dty
 
 
 def plan_elements(kernel: Any, shape: Shape, dtype: torch.dtype, **fixed: Any) -> Plan:
-    """For a kernel that has a block of the elements it writes a program."""
+    """For a kernel with one program per block of the elements it writes."""
     n = math.prod(shape)
     fixed |= {"n": n, "BLOCK": BLOCK, "WIDE": n >= 2**31 - BLOCK, "num_warps": BLOCK_WARPS}
     return plan_launch(kernel, blocks(n, BLOCK), fixed, tuple(shape), dtype)
 
 
-# Of a kernel that is told the shape alone.
+# Of a kernel that is passed only the shape.
 plan_whole = planned(plan_elements)
 
 
@@ -117,8 +117,8 @@ def blocks(count: int, block: int) -> int:
 
 
 def collapsed(shape: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
-    """A shape, and each array's strides, with axes of length 1 left out and those that are one in the memory of every
-    array made one.
+    """A shape, and each array's strides, with axes of length 1 left out and those that are contiguous in every array
+    merged.
     """
     sizes: list[int] = []
     steps: list[tuple[int, ...]] = []

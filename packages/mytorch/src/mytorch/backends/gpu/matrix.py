@@ -34,18 +34,18 @@ TILES = {
     torch.float64: (Tile(32, 32, 16, 8, 1), Tile(32, 32, 16, 8, 1)),
     torch.int64: (Tile(32, 32, 16, 8, 1), Tile(32, 32, 16, 8, 1)),
 }
-# A part of a divided product has at least so many steps.
+# A chunk of a split-K product has at least this many steps.
 LEAST_STEPS = 8
 
 
 def choose_tile(dtype: torch.dtype, batch: int, m: int, n: int) -> Tile:
-    """The large tile where it leaves no processor idle."""
+    """The large tile where it leaves no SM idle."""
     large, small = TILES[dtype]
     return large if batch * blocks(m, large.m) * blocks(n, large.n) >= ENOUGH_PROGRAMS // 2 else small
 
 
 def divide(programs: int, length: int, step: int) -> tuple[int, int]:
-    """Into how many parts a sum of a length, done in steps, is divided, and how long each is: more than one where there
+    """Into how many chunks a sum of a length, done in steps, is split, and how long each is: more than one where there
     are few programs.
     """
     steps = blocks(length, step)
@@ -58,7 +58,7 @@ def divide(programs: int, length: int, step: int) -> tuple[int, int]:
 def plan_product(
     dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape, whole: bool
 ) -> tuple[Plan, ...]:
-    """For a product of two arrays; unless it must be whole, its sums may be divided into parts."""
+    """For a product of two arrays; unless it must be whole, its sums may be split into chunks."""
     leading = np.broadcast_shapes(x_shape[:-2], y_shape[:-2])
     (m, k), n = x_shape[-2:], y_shape[-1]
     batch = math.prod(leading)

@@ -35,7 +35,7 @@ def plan_copy(dtype: torch.dtype, shape: Shape, source: Shape, strides: Shape) -
 
 
 class Memory(Launcher):
-    """The protocol's parts on memory, views and parts of arrays."""
+    """The protocol's methods for memory, views and slices."""
 
     def from_numpy(self, x: np.ndarray) -> Array:
         return torch.from_numpy(np.array(x, order="C")).to(self.device)

@@ -24,7 +24,7 @@ from tilewise.ops._host.launching import power_of_2
 
 TILE = 2048
 LONGEST_ROW, WIDEST_COLUMNS = 1024, 64
-# A part of a divided reduction has at least so many steps; with 8, the second pass is the last.
+# A chunk of a split reduction has at least this many steps; with 8, the second pass is the last.
 LEAST_STEPS = 8
 LOWEST = {
     torch.float16: float("-inf"),
@@ -67,7 +67,7 @@ def plan_reduction(
     lowest: float | None,
     divisor: float | None,
 ) -> tuple[Plan, ...]:
-    """For `_reduce`, of an array of a type into a result of another: one launch after the other."""
+    """For `_reduce`, of an array of a type into a result of another: launches in order."""
     kept = [i for i in range(len(shape)) if i not in axes]
     kept_sizes, (kept_strides,) = collapsed(tuple(shape[i] for i in kept), tuple(strides[i] for i in kept))
     gone = sorted(axes)
@@ -89,7 +89,7 @@ def plan_reduction(
         "divisor": 1.0 if divisor is None else float(divisor),
         "LARGEST": lowest is not None,
         "START": 0 if lowest is None else lowest,
-        # Parts are divided when they have been added up.
+        # Partial sums are divided after they have been added up.
         "MEAN": divisor is not None and parts == 1,
         "ACC": ACCUMULATORS[dtype],
         "AS_BOOL": into == torch.bool,
@@ -97,7 +97,7 @@ def plan_reduction(
         "NDIM": len(sizes),
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-        # Numbers up to a part beyond the last element are computed.
+        # Indices up to a chunk beyond the last element are computed.
         "WIDE": math.prod(shape) >= 2**31 - TILE - tiles.chunk,
         "num_warps": 4,
     }
@@ -111,8 +111,8 @@ def plan_reduction(
 def joined(
     first: Plan, dtype: torch.dtype, lowest: float | None = None, divisor: float | None = None
 ) -> tuple[Plan, ...]:
-    """A launch that writes parts of a result along the first axis, and those that make the result, in a
-    type, of them.
+    """A launch that writes partial results along the first axis, and those that make the result, in a
+    type, from them.
     """
     shape = first.shape[1:]
     n = math.prod(shape)
@@ -123,7 +123,7 @@ def joined(
 def plan_parts(
     kernel: Any, programs: int, fixed: dict[str, Any], shape: Shape, dtype: torch.dtype, parts: int
 ) -> tuple[Plan, ...]:
-    """For a kernel whose sums are divided into parts, with so many programs a part, and a result of a
+    """For a kernel whose sums are split into parts, with this many programs per part, and a result of a
     shape and type.
     """
     if parts == 1:
@@ -141,7 +141,7 @@ class Reduce(Launcher):
         return self._reduce(x, axes, keepdims, x.dtype, LOWEST[x.dtype])
 
     def _sum_parts(self, parts: Array, dtype: torch.dtype) -> Array:
-        """Results, in a type, from parts of them along the first axis, added in a fixed order."""
+        """Results, in a type, from partial ones along the first axis, added in a fixed order."""
         return self._reduce(parts, (0,), False, dtype, None)
 
     def _reduce(

@@ -38,7 +38,7 @@ def rows_of(shape: Shape, strides: Shape, prefix: str = "") -> dict[str, Any]:
 
 
 def plan_rows(kernel: Any, shape: Shape, dtype: torch.dtype, **fixed: Any) -> Plan:
-    """For a kernel that has blocks of an array's rows a program."""
+    """For a kernel with one program per block of an array's rows."""
     length = shape[-1]
     n_rows = math.prod(shape) // length if length else 0
     block_n = min(power_of_2(length), TILE)

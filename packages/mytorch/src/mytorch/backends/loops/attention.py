@@ -1,9 +1,9 @@
 """Attention, a tile of queries or of keys at a time: no array has an axis of queries and one of keys but a tile of
 scores.
 
-Forward and dQ keep a tile of queries in the lanes of vectors and go over the keys, dK and dV keep a tile of keys and go
-over the queries. So what softmax does to a row is done lane by lane, and the side that is gone over is read where it
-lies, by offsets.
+Forward and dQ keep a tile of queries in the lanes of vectors and loop over the keys, dK and dV keep a tile of keys and
+loop over the queries. So what softmax does to a row is done lane by lane, and the side that is looped over is read in
+place, by offsets.
 """
 
 import math
@@ -14,7 +14,7 @@ from mytorch.backends.loops.compiled import prange, private, threaded
 from mytorch.backends.loops.functions import exp, like
 from mytorch.backends.loops.tiles import ROWS, VECTOR_BYTES, multiply
 
-# What is gone over comes in tiles of this many tokens.
+# What is looped over comes in tiles of this many tokens.
 _TOKENS = 64
 
 

@@ -1,6 +1,6 @@
 """Element by element, flat arrays in as many parts as there are threads.
 
-One compiled function serves all operations by number, each with a loop of its own: numba takes half a second to compile
+One compiled function serves all operations by number, each with its own loop: numba takes half a second to compile
 a threaded function, and a few milliseconds for a loop in it.
 """
 
@@ -168,7 +168,7 @@ def binary_part(operation, x, y, length, step, single, start, stop, out):
 
 @threaded
 def binary(operation, x, y, length, step, single, parts, out):
-    """One of BINARY: x in segments of a length, segment i beside `y[i * step]`, which serves all of it (single) or is
+    """One of BINARY: x in segments of a length, segment i against `y[i * step]`, which serves all of it (single) or is
     the first of as many.
     """
     for part in prange(parts):

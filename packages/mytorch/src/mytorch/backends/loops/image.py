@@ -78,7 +78,7 @@ def convolve_weight_part(start, stop, images, corner, size, grad, pixels, taps, 
 
 @threaded
 def convolve_weight(images, corner, size, grad, pixels, taps, out):
-    """`out [parts, taps, whole vectors]`: each part of the batch adds up a weight gradient of its own; taps are filled
+    """`out [parts, taps, whole vectors]`: each part of the batch accumulates its own weight gradient; taps are filled
     up to whole ROWS.
     """
     for part in prange(len(out)):

@@ -128,7 +128,7 @@ def layer_norm_grad(grad, x, weight, mean, rstd, out, weight_parts, bias_parts):
 
 @threaded
 def add_rows(grad, order, starts, out):
-    """`out[v]` is the sum of grad's rows `order[starts[v]:starts[v + 1]]`, one after the other."""
+    """`out[v]` is the sum of grad's rows `order[starts[v]:starts[v + 1]]`, added in order."""
     for v in prange(len(out)):
         for c in range(out.shape[1]):
             out[v, c] = 0

@@ -1,7 +1,7 @@
 """The one inner loop of convolution and attention: a small matrix product kept in vector registers.
 
 Numba cannot say "these 8 x 2 vectors stay in registers", so this file says it in LLVM's language, which fits it to any
-processor.
+CPU.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Attention to the blocks that tokens name, backward: no atomics, so the same inputs give the same bits.
 
 dK and dV always come in key order: a program owns a block of keys and a segment of its list, and sums over the rows
-that name it. The first segment of a list adds to the block's sums of earlier chunks, in fp32; further segments leave
-theirs aside, and a second kernel adds them in order. dQ comes from the same program (a fifth product; one result an
+that name it. The first segment of a list adds to the block's sums of earlier chunks, in fp32; further segments store
+theirs apart, and a second kernel adds them in order. dQ comes from the same program (a fifth product; one result an
 entry and head, summed in a second pass over the slots) or, where neighbours name the same blocks, from a kernel in
 query order (three products again, no results to store: cheaper where the union is below twice the slots).
 
@@ -56,7 +56,7 @@ class Selection(NamedTuple):
 def nsa_selected_bwd_lists_step(
     acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scale_log2, PRECISION: tl.constexpr
 ):
-    """BLOCK_M rows' part of dK and dV; also the gradient of the scores, and each row's sum for its sel_scale's."""
+    """What BLOCK_M rows add to dK and dV; also the gradient of the scores, and each row's sum for its sel_scale's."""
     # [M, D] @ [D, N] -> [M, N]
     b_plain = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_s = b_plain
@@ -95,7 +95,7 @@ def nsa_selected_bwd_lists_kernel(
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
     # Loops over: its entries, BLOCK_M rows at a time.
-    # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else left aside; and
+    # Writes: its part of dk (but for the scale) and dv, added where it is a list's first segment, else set apart; and
     # where wanted each row's part of dq, and each entry's dsel.
     if no_segment(flag, WANTED, lists.ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
@@ -230,7 +230,7 @@ def nsa_selected_bwd_union_step(
     acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, o_t, scale_log2,
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of the union: its part of dQ."""
+    """One block of the union: what it adds to dQ."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     n_keys = tl.minimum(k_rows.n_rows, i_key + BLOCK_SIZE)
