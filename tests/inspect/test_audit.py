@@ -1,6 +1,7 @@
 """The audit passes our kernels at sizes that no machine holds, and catches offsets that do not fit 32 bits."""
 
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from tilewise.inspect import audit
 from tilewise.inspect.audit import faults, limits
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
 from tilewise.ops.bsa.selected import launch as bsa
+from tilewise.verify.suite import Mutant
 from tilewise.workbench.operator import UsageError
 
 pytestmark = pytest.mark.skipif(
@@ -178,10 +180,16 @@ PLANTED = [
         "(start + o_c * STRIDE)[:, None]",
     ),
     ("nsa.audit:choose", "nsa.choose.kernels", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
-    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * strides.token", "i_t * strides.token"),
+    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * tensor.strides", "i_t * tensor.strides"),
     ("nsa.audit:attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
-    ("bsa.audit:cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * H", "o_r[:, None] * H"),
+    ("bsa.audit:cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * SHAPE.H", "o_r[:, None] * SHAPE.H"),
 ]
+
+
+def test_every_narrow_offset_can_be_planted():
+    for _, module, old, new in PLANTED:
+        source = importlib.util.find_spec(f"tilewise.ops.{module}").origin
+        Mutant("", "", module, old, new).plant(Path(source).read_text(encoding="utf-8"))
 
 
 def test_a_planted_narrow_offset_is_caught():
