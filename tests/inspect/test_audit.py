@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tilewise import cli, workbench
 from tilewise.inspect import audit
 from tilewise.inspect.audit import faults, limits
+from tilewise.inspect.audit_memory import has_values
 from tilewise.ops._host.launching import Launch, descriptor, fits_descriptor
 from tilewise.ops.bsa.selected import launch as bsa
 from tilewise.verify.suite import Mutant
@@ -82,6 +83,12 @@ def test_tables_are_read_where_a_tensor_has_no_values():
         Launch(cut_kernel, 1, {"x": x, "y": y, "number": 1}), {"x": lambda elements: np.full(elements.shape, 2**33)}
     )
     assert f"{2**33:,} does not fit" in fault
+
+
+def test_a_launch_can_run_where_all_its_tensors_have_values():
+    held, virtual = torch.zeros(3), torch.empty(3, device="meta")
+    assert has_values([1, None, held, (held, (held, 2))])
+    assert not has_values([held, (1, (held, virtual))])
 
 
 def test_a_kernel_that_cannot_be_interpreted_is_a_fault():

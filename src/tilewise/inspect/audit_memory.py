@@ -5,7 +5,7 @@ Each tensor has its own address range, far from all others. Floats read as 0; in
 any, else as the launch's tables say (`audit_tables`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,15 @@ class VirtualMemory:
         if outside.size:
             self._report(f"{verb} element {int(outside[0]):,} of {region.name}, which has {region.elements:,}")
         return region, elements
+
+
+def has_values(arguments: Collection[Any]) -> bool:
+    """Whether every tensor among a launch's arguments, in records too, has memory, so that the launch can run."""
+    return all(
+        has_values(value) if isinstance(value, tuple) else value.device.type != "meta"
+        for value in arguments
+        if isinstance(value, tuple | torch.Tensor)
+    ) and not any(isinstance(value, TensorDescriptor) for value in arguments)
 
 
 Arguments = Mapping[str, Any]
