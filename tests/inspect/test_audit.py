@@ -178,8 +178,8 @@ PLANTED = [
         "tl.program_id(0).to(tl.int64) * BLOCK_R",
         "tl.program_id(0) * BLOCK_R",
     ),
-    ("flash.audit:cases", "_device.load", "tl.cast(i_row, tl.int64) * strides.token", "i_row * strides.token"),
-    ("hstu.audit:cases", "_device.load", "tl.cast(rows.start, tl.int64) * strides.token", "rows.start * strides.token"),
+    ("flash.audit:cases", "_device.rows", "tl.cast(i_row, tl.int64) * strides.token", "i_row * strides.token"),
+    ("hstu.audit:cases", "_device.rows", "tl.cast(rows.start, tl.int64) * strides.token", "rows.start * strides.token"),
     (
         "nsa.audit:compressed",
         "nsa.compress.kernels",
@@ -211,7 +211,7 @@ def test_planted_narrow_offsets_are_caught(case):
 
 @pytest.mark.slow
 def test_one_part_passes(monkeypatch):
-    nsa = dataclasses.replace(workbench.find("nsa"), audit=("tilewise.workbench.nsa.audit:combine",))
+    nsa = dataclasses.replace(workbench.find("nsa"), audit=("tilewise.workbench.nsa.inspect:combine",))
     monkeypatch.setattr(workbench, "find", lambda _name, _part: nsa)
     results = audit.audit(["nsa"])
     assert {result.kernel for result in results} == {"nsa_combine_fwd_kernel", "nsa_combine_bwd_kernel"}

@@ -13,9 +13,8 @@ import tilewise
 from tilewise import workbench
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.verify.api import verify
-from tilewise.verify.choices import compare_choices
+from tilewise.verify.choices import DTYPES, compare_choices
 from tilewise.verify.compare import DTYPE, WRONG
-from tilewise.verify.plan import DTYPES
 from tilewise.verify.problem import make_fill
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner

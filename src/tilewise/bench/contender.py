@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.bench.result import Verified
+from tilewise.verify.choices import implementations
 from tilewise.verify.evaluate import flat_outputs
 from tilewise.verify.implementation import load_function
-from tilewise.verify.plan import implementations
 from tilewise.verify.problem import Problem, Tensors
 from tilewise.verify.result import Check, Implementation, Result, Settings
 from tilewise.workbench.operator import Benchmark, Operator, UsageError

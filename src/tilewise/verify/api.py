@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tilewise import interpreter, workbench
+from tilewise.verify.choices import DTYPES, implementations, plan, planted
 from tilewise.verify.implementation import check_signature
-from tilewise.verify.plan import DTYPES, implementations, plan, planted
 from tilewise.verify.result import HANG, INTERNAL, SEED, Check, Implementation, MutantResult, Report, Result, Settings
 from tilewise.verify.suite import GROWTH, Mutant, Suite
 from tilewise.verify.worker import Job, one_process, run_jobs

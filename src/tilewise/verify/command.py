@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilewise import doctor, workbench
 from tilewise.doctor.bug_report import environment
 from tilewise.verify.api import run_checks, score, search_failures
-from tilewise.verify.plan import plan, planted
+from tilewise.verify.choices import plan, planted
 from tilewise.verify.result import Check, Report, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import as_json, mutant_line, result_lines, verdict_lines

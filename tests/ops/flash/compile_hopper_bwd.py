@@ -14,7 +14,7 @@ from compile_launches import print_facts
 
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch
-from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
+from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import Order
 
 TOKENS, HEADS = 2048, 8
@@ -53,7 +53,7 @@ def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Or
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
     inputs = launch.make_inputs(q, k, v, offsets, offsets, **options)
     with capture(90) as launches:
-        hopper_launch_bwd.backward(inputs, o, lse, o, lse, order)
+        hopper_launch.backward(inputs, o, lse, o, lse, order)
     print_facts(launches, 90)
 
 

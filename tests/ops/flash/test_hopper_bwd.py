@@ -14,7 +14,7 @@ from tilewise import flash_attention, workbench
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.api import flash_backward
-from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
+from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.verify.result import BATCH_ORDER, UNREPEATABLE, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines
@@ -171,7 +171,7 @@ def as_if_long(monkeypatch):
     """All sequences count as long for the choice of an order; templates of calls before would run in the order that
     they had.
     """
-    monkeypatch.setattr(hopper_launch_bwd, "FREE_KEYS", 0)
+    monkeypatch.setattr(hopper_launch, "FREE_KEYS", 0)
     for kept in (launch.backward, flash_backward):
         kept.forget()
     yield
@@ -200,7 +200,7 @@ def check(case, dtype, deterministic):
 @pytest.mark.usefixtures("as_if_long", "free_order")
 @pytest.mark.parametrize("case", list(filter(is_free, (*BACKWARD, *LONG))))
 def test_free_order_against_fp64(case):
-    assert hopper_launch_bwd.choose_order(inputs_of(case), False) != "fixed"
+    assert hopper_launch.choose_order(inputs_of(case), False) != "fixed"
     check(case, "bf16", False)
 
 
@@ -255,19 +255,17 @@ def test_the_same_bits_a_thousand_times(channels, window):
 def test_chunks_have_the_same_bits(case, monkeypatch):
     """Whether all is worked on at once, or some batch entries or key heads after the others for want of memory."""
     inputs = inputs_of(case)
-    head = (
-        4 * hopper_launch_bwd.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
-    )
-    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
+    head = 4 * hopper_launch.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
+    monkeypatch.setattr(hopper_launch, "sm_count", lambda _device: 1)
     q, k, v, do = tensors(*(x.shape for x in (inputs.q, inputs.k, inputs.v, inputs.q)))
     offsets = None if inputs.cu_q is None else inputs.cu_q.cuda()
     inputs = inputs._replace(q=q, k=k, v=v, cu_q=offsets, cu_k=offsets)
     o, lse = launch.forward(inputs)
     (dlse,) = tensors(lse.shape, dtype=torch.float32, seed=1)
-    whole = hopper_launch_bwd.plan_backward(inputs, o, lse, do, dlse)
+    whole = hopper_launch.plan_backward(inputs, o, lse, do, dlse)
     for heads_k in (8, 4, 2, 1):
-        monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", heads_k * head)
-        assert same(hopper_launch_bwd.plan_backward(inputs, o, lse, do, dlse), whole)
+        monkeypatch.setattr(hopper_launch, "MOST_BYTES", heads_k * head)
+        assert same(hopper_launch.plan_backward(inputs, o, lse, do, dlse), whole)
 
 
 @needs_hopper

@@ -22,7 +22,7 @@ from tilewise.ops._device.mask import (
     whole_tiles,
 )
 from tilewise.ops._device.records import Limits
-from tilewise.ops.flash.hopper.launch_bwd import TOGETHER_SHORT
+from tilewise.ops.flash.hopper.launch import TOGETHER_SHORT
 
 BLOCK_M, BLOCK_N = 64, 128
 MOST = 16

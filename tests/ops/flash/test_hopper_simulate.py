@@ -9,7 +9,6 @@ import torch
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.hopper import launch as hopper_launch
-from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 from tilewise.ops.flash.hopper.configs import choose_backward, choose_forward
 from tilewise.ops.flash.simulate import Options, Tiling
 
@@ -51,7 +50,7 @@ def test_the_kernels_store_what_the_simulation_makes(problem, channels):
     )  # fmt: skip
     o, lse = torch.empty_like(rows_q), torch.empty(1, GROUP, queries, device="cuda")
     run_all([hopper_launch.forward_launch(inputs, o, lse)], o.device)
-    dq, dk, dv = hopper_launch_bwd.backward(inputs, o, lse, rows_do, dlse.float()[None])
+    dq, dk, dv = hopper_launch.backward(inputs, o, lse, rows_do, dlse.float()[None])
     config = choose_forward(
         channels, channels, keys, bool(options.softcap), options.left is not None, options.right is not None
     )

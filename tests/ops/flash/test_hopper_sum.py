@@ -8,7 +8,7 @@ import torch
 from tilewise import flash_attention
 from tilewise.ops._host.launching import capture, run_all
 from tilewise.ops.flash import launch
-from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
+from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import choose_backward
 
 BLOCK_M, BLOCK_N, *_ = choose_backward(64, 64)
@@ -36,7 +36,7 @@ def main_in_torch(arguments):
     """What the kernel computes, from its own arguments, in fp32; tiles that no key meets are left as they are."""
     tile, scales = arguments["TILE"], arguments["scales"]
     width = tile.BLOCK_D
-    slots = hopper_launch_bwd.tile_slots(arguments["n_queries"], BLOCK_M, arguments["offsets"].q)
+    slots = hopper_launch.tile_slots(arguments["n_queries"], BLOCK_M, arguments["offsets"].q)
     group = arguments["group"]
     # A group's heads inside of a slot, or each with slots of its own; by head and slot: [all query heads, slots, ...].
     inside = 1 if tile.SWEEPS else group
@@ -111,11 +111,11 @@ def run_around(launches, device):
     prepare, main, finish = launches
     k, offsets = main.arguments["k"].base, main.arguments["offsets"]
     blocks = (
-        hopper_launch_bwd.tile_slots(k.shape[-3], BLOCK_N, offsets.k)
+        hopper_launch.tile_slots(k.shape[-3], BLOCK_N, offsets.k)
         * k.shape[-2]
         * (k.shape[0] if offsets.k is None else 1)
     )
-    assert main.grid == min(blocks, hopper_launch_bwd.sm_count(device))
+    assert main.grid == min(blocks, hopper_launch.sm_count(device))
     run_all([prepare], device)
     workspace = main.arguments["workspace"]
     assert not workspace.semaphores.any()
@@ -126,14 +126,14 @@ def run_around(launches, device):
     run_all([finish], device)
 
 
-@pytest.mark.parametrize("most", [hopper_launch_bwd.MOST_BYTES, 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("most", [hopper_launch.MOST_BYTES, 1], ids=["whole", "chunks"])
 @pytest.mark.parametrize("order", ["fixed", "cleared"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="with a GPU the kernel itself runs")
 def test_prepare_and_finish(name, order, most, monkeypatch):
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", most)
-    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
-    monkeypatch.setattr(hopper_launch_bwd, "emit", lambda beside, *launches: run_around(launches, beside.device))
+    monkeypatch.setattr(hopper_launch, "MOST_BYTES", most)
+    monkeypatch.setattr(hopper_launch, "sm_count", lambda _device: 1)
+    monkeypatch.setattr(hopper_launch, "emit", lambda beside, *launches: run_around(launches, beside.device))
     case = USUAL | CASES[name]
     generator = torch.Generator().manual_seed(0)
     lengths, lengths_k = case.get("lengths"), case.get("lengths_k")
@@ -164,7 +164,7 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
     inputs = launch.make_inputs(
         q, k, v, cu_q, cu_k, case["causal"], case["left"], case["right"], case["scale"], case["softcap"]
     )
-    gradients = hopper_launch_bwd.plan_backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
+    gradients = hopper_launch.plan_backward(inputs, o.detach().to(q.dtype), lse.detach().float(), do, dlse, order)
     for actual, truth in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual.double(), truth, rtol=2e-2, atol=2e-2)
 
@@ -185,15 +185,15 @@ def test_prepare_and_finish(name, order, most, monkeypatch):
 def test_chunks_of_what_needs_more_memory(batch, heads_k, most, expected, monkeypatch):
     """Batch entries and KV heads of each chunk, where accumulators of so many KV heads of one entry have room."""
     group, slots = 2, 3 if batch else 4
-    monkeypatch.setattr(hopper_launch_bwd, "sm_count", lambda _device: 1)
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", int(most * 4 * slots * BLOCK_M * group * 64))
+    monkeypatch.setattr(hopper_launch, "sm_count", lambda _device: 1)
+    monkeypatch.setattr(hopper_launch, "MOST_BYTES", int(most * 4 * slots * BLOCK_M * group * 64))
     lead = (150,) if batch is None else (batch, 150)
     q, k = (torch.empty(*lead, heads, 40, dtype=torch.bfloat16) for heads in (heads_k * group, heads_k))
     offsets = None if batch else torch.tensor([0, 70, 150], dtype=torch.int32)
     inputs = launch.make_inputs(q, k, k, offsets, offsets, True, -1, -1, 0.1, 0.0)
     lse = torch.empty(*lead[:-1], heads_k * group, 150)
     with capture(90) as launches:
-        hopper_launch_bwd.plan_backward(inputs, q, lse, q, None)
+        hopper_launch.plan_backward(inputs, q, lse, q, None)
     mains = [one.arguments for one in launches[1::3]]
     assert [(None if batch is None else one["q"].base.shape[0], one["n_heads_k"]) for one in mains] == expected
     assert all(one["group"] == group for one in mains)
@@ -206,10 +206,10 @@ def test_chunks_of_what_needs_more_memory(batch, heads_k, most, expected, monkey
 )
 def test_chunks_have_blocks_of_keys_for_all_sms(batch, heads_k, keys, chunks, monkeypatch):
     """A block has 128 keys, and there are 132 SMs: 33 heads of 512 keys, or 3 of 8,192."""
-    monkeypatch.setattr(hopper_launch_bwd, "MOST_BYTES", 1)
+    monkeypatch.setattr(hopper_launch, "MOST_BYTES", 1)
     q, k = (torch.empty(batch, tokens, heads_k, 64, dtype=torch.bfloat16, device="meta") for tokens in (70, keys))
     inputs = launch.make_inputs(q, k, k, None, None, False, -1, -1, 0.1, 0.0)
-    assert len(list(hopper_launch_bwd._chunks(inputs))) == chunks
+    assert len(list(hopper_launch._chunks(inputs))) == chunks
 
 
 @pytest.mark.parametrize(
@@ -229,5 +229,5 @@ def test_heads_side_by_side(tokens, sequences, causal, expected):
     offsets = None if sequences is None else torch.linspace(0, tokens, sequences + 1).int()
     inputs = launch.make_inputs(x, x, x, offsets, offsets, causal, -1, -1, 0.1, 0.0)
     lse = torch.empty(2, tokens)
-    _, main, _ = hopper_launch_bwd.backward_launches(inputs, x, lse, x, None, (x, x, x), "fixed")
+    _, main, _ = hopper_launch.backward_launches(inputs, x, lse, x, None, (x, x, x), "fixed")
     assert main.arguments["together"] == expected

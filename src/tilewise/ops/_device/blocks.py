@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.varlen import first_slot, locate_slot
+from tilewise.ops._device.rows import first_slot, locate_slot
 
 
 class Naming(NamedTuple):

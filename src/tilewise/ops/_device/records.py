@@ -62,7 +62,7 @@ class Offsets(NamedTuple):
 
 class Packed(NamedTuple):
     """Packed sequences: offsets of the side whose tile a program owns and of the other (None: the same), and the order
-    of tiles (`varlen.order_tiles_kernel`).
+    of tiles (`rows.order_tiles_kernel`).
     """
 
     cu: Any

@@ -7,7 +7,7 @@ What a softmax's backward needs of each query row.
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.load import load_rows
+from tilewise.ops._device.rows import load_rows
 
 
 @triton.jit

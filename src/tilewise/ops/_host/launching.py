@@ -163,7 +163,7 @@ def tile_slots(tokens: int, block: int, offsets: torch.Tensor | None) -> int:
     packed ones.
 
     The bound needs no lengths, so no synchronisation: sequence b starts at slot `offsets[b] // block + b` (see
-    `_device.varlen.find_tile`).
+    `_device.rows.find_tile`).
     """
     return -(-tokens // block) if offsets is None else tokens // block + offsets.shape[0] - 1
 

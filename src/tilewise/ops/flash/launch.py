@@ -32,7 +32,6 @@ from tilewise.ops.flash.problem import why_not_hopper
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
-    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
@@ -265,9 +264,9 @@ def _why_not_hopper(inputs: Inputs) -> str | None:
     reason = why_not_hopper("backward", inputs)
     if reason is not None:
         return reason
-    if not hopper_launch_bwd.fits(inputs):
+    if not hopper_launch.fits(inputs):
         return "more than 2^31 query rows of all heads"
-    if hopper_launch_bwd.leaves_idle(inputs) and _choose_dkdv(inputs).chunks > 1:
+    if hopper_launch.leaves_idle(inputs) and _choose_dkdv(inputs).chunks > 1:
         return "few KV blocks, so a GQA group is divided"
     return None
 
@@ -313,9 +312,7 @@ def plan_backward(
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     why_not = "the tiles are given" if portable else _why_not_hopper(inputs)
     if why_not is None:
-        return hopper_launch_bwd.plan_backward(
-            inputs, o, lse, do, dlse, hopper_launch_bwd.choose_order(inputs, deterministic)
-        )
+        return hopper_launch.plan_backward(inputs, o, lse, do, dlse, hopper_launch.choose_order(inputs, deterministic))
     note(q, _portable, why_not)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, do)
     config_dq = config_dq or _choose("dq", inputs, do)

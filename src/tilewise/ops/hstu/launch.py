@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.ops._device.records import Packed, SiluScales, SiluTile, Taps
-from tilewise.ops._device.varlen import order_tiles_kernel
+from tilewise.ops._device.rows import order_tiles_kernel
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,

@@ -12,7 +12,7 @@ BSA = Operator(
     trace="tilewise.workbench.bsa.trace:TRACE",
     bench="tilewise.workbench.bsa.bench:BENCHMARK",
     launches="tilewise.workbench.bsa.inspect:LAUNCHES",
-    audit=("tilewise.workbench.bsa.audit:cases",),
+    audit=("tilewise.workbench.bsa.inspect:audit_cases",),
 )
 HSTU_BSA = Operator(
     name="hstu-bsa",
@@ -24,6 +24,6 @@ HSTU_BSA = Operator(
     trace=Missing("it launches the kernels of bsa: trace that"),
     bench=Missing("it is bsa and a model of gates, which is the caller's: bench bsa"),
     launches="tilewise.workbench.bsa.inspect:HSTU_BSA",
-    audit=("tilewise.workbench.bsa.audit:cases",),
+    audit=("tilewise.workbench.bsa.inspect:audit_cases",),
     part_of="bsa",
 )

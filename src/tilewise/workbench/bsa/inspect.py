@@ -1,9 +1,17 @@
-"""What block-sparse attention launches: for usual problems, and with each tile configuration of its own kernels."""
+"""What block-sparse attention launches: for usual problems, and with each tile configuration of its own kernels.
+
+Block-sparse attention's calls that are audited.
+"""
+
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.bsa import launch
+from tilewise.ops.bsa import launch as bsa
 from tilewise.ops.bsa.configs import Options, Results
 from tilewise.ops.flash.configs import family
 from tilewise.workbench.bsa.configs import BLOCK, Entry
@@ -60,3 +68,25 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
 LAUNCHES = Launches(defaults, configuration)
 # hstu_attention_with_bsa calls the same over packed sequences, and adds no kernel.
 HSTU_BSA = Launches(defaults)
+
+
+def audit_cases() -> Iterator[audit.Case]:
+    """All of it, with a window."""
+
+    def call(x: torch.Tensor, gate: torch.Tensor, cu: torch.Tensor | None, options: Options) -> None:
+        gates = (gate, gate, gate)
+        results = bsa.forward(x, x, x, x, gates, cu, options)
+        bsa.backward(x, x, x, x, x, gates, *results[1:], cu, options)
+
+    for words, architecture, packed, stride in audit.layouts():
+        x, gate, cu = (
+            audit.rows(audit.HEADS, packed=packed, stride=stride),
+            audit.gates(packed=packed),
+            audit.offsets(packed),
+        )
+        options = Options(4, 64 if packed else 32, 3_000_000, 0.1, packed)
+        yield audit.Case(
+            f"{words}, 4 blocks of {options.block_size} and a wide window",
+            architecture,
+            partial(call, x, gate, cu, options),
+        )

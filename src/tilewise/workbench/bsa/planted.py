@@ -2,7 +2,7 @@
 
 from tilewise.verify.suite import Mutant
 
-_VARLEN, _BLOCKS = "_device.varlen", "_device.blocks"
+_VARLEN, _BLOCKS = "_device.rows", "_device.blocks"
 _CHOOSE, _COMBINE, _SELECTED = "bsa.choose.kernels", "bsa.combine.kernels", "bsa.selected.kernels"
 _BSA, _SELECTED_LAUNCH = "bsa.launch", "bsa.selected.launch"
 _VISIBLE = "right = -min(options.block_size - 1, q.shape[-3])"

@@ -12,7 +12,7 @@ FLASH = Operator(
     trace="tilewise.workbench.flash.trace:TRACE",
     bench="tilewise.workbench.flash.bench:BENCHMARK",
     launches="tilewise.workbench.flash.inspect:LAUNCHES",
-    audit=("tilewise.workbench.flash.audit:cases",),
+    audit=("tilewise.workbench.flash.inspect:audit_cases",),
 )
 HOPPER = Operator(
     name="flash-hopper",

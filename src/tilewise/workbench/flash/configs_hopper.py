@@ -30,7 +30,6 @@ from tilewise.workbench.operator import Configurations, UsageError
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
-    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 # Enough that a program processes several key blocks: the third is the first to reuse a slot.
 HEADS = 64
@@ -162,7 +161,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
         return output_outcomes(_forward(inputs, entry.config), reference, q, k, v)
     o, lse = _forward(inputs, FORWARD[entry.channels, entry.values])
     return gradient_outcomes(
-        hopper_launch_bwd.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do
+        hopper_launch.backward(inputs, o, lse, do, None, entry.order, entry.config), reference, q, k, v, do
     )
 
 

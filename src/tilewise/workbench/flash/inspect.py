@@ -1,14 +1,21 @@
-"""What flash attention launches: for usual problems, and with each tile configuration."""
+"""What flash attention launches: for usual problems, and with each tile configuration.
 
+Flash attention's calls that are audited.
+"""
+
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, get_args
 
 import torch
 
+from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.launching import run_all
 from tilewise.ops.flash import configs, launch
+from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
 from tilewise.ops.flash.problem import takes
@@ -19,7 +26,6 @@ from tilewise.workbench.operator import Launches
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
-    from tilewise.ops.flash.hopper import launch_bwd as hopper_launch_bwd
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,7 +66,7 @@ def hopper(architecture: int, dtype: torch.dtype, channels: int, values: int, va
                 architecture,
                 label,
                 "backward",
-                lambda: [hopper_launch_bwd.backward(inputs, o, lse, o, None, order) for order in orders],
+                lambda: [hopper_launch.backward(inputs, o, lse, o, None, order) for order in orders],
             )
     return found
 
@@ -155,10 +161,52 @@ def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtyp
         )
     tiles, order = entry.config, entry.order
     found = captured(
-        architecture, label, "backward", lambda: hopper_launch_bwd.backward(inputs, o, lse, o, None, order, tiles)
+        architecture, label, "backward", lambda: hopper_launch.backward(inputs, o, lse, o, None, order, tiles)
     )
     return [one for one in found if one.name == "flash_bwd_hopper_kernel"]
 
 
 LAUNCHES = Launches(defaults, configuration)
 HOPPER = Launches(hopper_defaults, hopper_configuration)
+
+
+def audit_cases() -> Iterator[audit.Case]:
+    """Under a causal mask and a window, on Hopper too, and many short sequences."""
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, deterministic: bool = True, **mask: Any
+    ) -> None:
+        options = {"causal": False, "left": -1, "right": -1, "scale": 0.1, "softcap": 0.0} | mask
+        inputs = flash.make_inputs(q, k, k, cu, cu, **options)
+        o, lse = flash.forward(inputs)
+        flash.backward(inputs, o, lse, q, lse, deterministic=deterministic)
+
+    def on_hopper(q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None) -> None:
+        call(q, k, cu, causal=True)
+        call(q, k, cu, left=6_000_000, right=2_000_000)
+        # In free order, sums are zeroed first; without groups and a mask, tile by tile.
+        call(q, k, cu, deterministic=False, causal=True)
+        call(q, q, cu, deterministic=False)
+
+    for words, architecture, packed, stride in audit.layouts():
+        q, k, cu = (
+            audit.rows(audit.HEADS, packed=packed, stride=stride),
+            audit.rows(audit.KEY_HEADS, packed=packed, stride=stride),
+            audit.offsets(packed),
+        )
+        # Hopper has its own kernels, below; Blackwell loads through descriptors too.
+        portable = 100 if architecture == 90 else architecture
+        yield audit.Case(f"{words}, causal", portable, partial(call, q, k, cu, causal=True))
+        yield audit.Case(f"{words}, a wide window", portable, partial(call, q, k, cu, left=6_000_000, right=2_000_000))
+    for packed in (False, True):
+        # The most heads that Hopper's backward takes for this many tokens.
+        heads = 192 if packed else 96
+        q, k, cu = audit.rows(heads, packed=packed), audit.rows(heads // 4, packed=packed), audit.offsets(packed)
+        yield audit.Case(
+            f"{audit.in_words(packed, heads=heads)}, Hopper's own kernels", 90, partial(on_hopper, q, k, cu)
+        )
+    short, batch = 16, audit.TOKENS // 16
+    q, k = (audit.rows(heads, batch=batch, tokens=short) for heads in (audit.HEADS, audit.KEY_HEADS))
+    yield audit.Case(
+        f"{batch:,} sequences of {short} tokens, {audit.HEADS} heads of {audit.CHANNELS}", 90, partial(call, q, k, None)
+    )

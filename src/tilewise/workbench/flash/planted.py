@@ -168,14 +168,14 @@ PORTABLE = (
     Mutant(
         "packed-start",
         "every sequence starts at token 0",
-        "_device.varlen",
+        "_device.rows",
         "start, n_rows = sequence_bounds",
         "_, n_rows = sequence_bounds",
     ),
     Mutant(
         "store-past-end",
         "one row past the last is written",
-        "_device.load",
+        "_device.rows",
         "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] tl.store",
         "<= rows.n_rows)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n    tl.store",
     ),

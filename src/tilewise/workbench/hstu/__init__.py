@@ -12,5 +12,5 @@ HSTU = Operator(
     trace="tilewise.workbench.hstu.trace:TRACE",
     bench="tilewise.workbench.hstu.bench:BENCHMARK",
     launches="tilewise.workbench.hstu.inspect:LAUNCHES",
-    audit=("tilewise.workbench.hstu.audit:cases",),
+    audit=("tilewise.workbench.hstu.inspect:audit_cases",),
 )

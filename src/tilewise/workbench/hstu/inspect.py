@@ -1,9 +1,17 @@
-"""What HSTU attention launches: for usual problems, and with each tile configuration."""
+"""What HSTU attention launches: for usual problems, and with each tile configuration.
+
+HSTU attention's calls that are audited.
+"""
+
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.hstu import launch
+from tilewise.ops.hstu import launch as hstu
 from tilewise.ops.hstu.configs import Config
 from tilewise.workbench.hstu.configs import Entry
 from tilewise.workbench.operator import Launches
@@ -69,3 +77,24 @@ def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtyp
 
 
 LAUNCHES = Launches(defaults, configuration)
+
+
+def audit_cases() -> Iterator[audit.Case]:
+    """Under each of its masks."""
+    cu, targets = torch.tensor([0, *audit.LENGTHS]).cumsum(0), torch.tensor([0, 1000, 2_000_000])
+
+    def call(x: torch.Tensor, targets: torch.Tensor | None, causal: bool, reach: int, context: int) -> None:
+        inputs = hstu.make_inputs(x, x, x, cu, targets, audit.TOKENS, 0.1, causal, reach, context)
+        hstu.forward(inputs)
+        hstu.backward(inputs, x)
+
+    near, far = (audit.rows(audit.HEADS, packed=True, stride=stride) for stride in (0, audit.FAR))
+    yield audit.Case(f"{audit.in_words(True)}, causal", 90, partial(call, near, None, True, 0, 0))
+    yield audit.Case(
+        f"{audit.in_words(True, True)}, a wide reach both ways", 80, partial(call, far, None, False, 6_000_000, 0)
+    )
+    yield audit.Case(
+        f"{audit.in_words(True, True)}, targets, context and a wide reach",
+        90,
+        partial(call, far, targets, True, 5_000_000, 1_000_000),
+    )

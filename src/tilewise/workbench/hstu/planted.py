@@ -9,7 +9,7 @@ _FWD, _BWD, _LAUNCH, _HISTORY, _SILU = (
     "_device.history",
     "_device.silu",
 )
-_MASK, _VARLEN = "_device.mask", "_device.varlen"
+_MASK, _VARLEN = "_device.mask", "_device.rows"
 _KEPT = "m_keep = (o_m == o_n) | (d > 0)"
 _CONTEXT = "m_keep | ((at_m == 0) & (at_n < end))"
 _SLOPE = "b_p * (ratio - ratio * b_sigmoid) + b_sigmoid"
@@ -168,7 +168,7 @@ HSTU = (
     Mutant(
         "next-sequence",
         "rows past a sequence's end are the next one's",
-        "_device.load",
+        "_device.rows",
         "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] if INSIDE",
         "< rows.n_rows + BLOCK)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n        if INSIDE",
     ),

@@ -13,10 +13,10 @@ NSA = Operator(
     bench="tilewise.workbench.nsa.bench:NSA",
     launches="tilewise.workbench.nsa.inspect:WHOLE",
     audit=(
-        "tilewise.workbench.nsa.audit:compressed",
-        "tilewise.workbench.nsa.audit:choose",
-        "tilewise.workbench.nsa.audit:selected",
-        "tilewise.workbench.nsa.audit:combine",
+        "tilewise.workbench.nsa.inspect:audit_compressed",
+        "tilewise.workbench.nsa.inspect:audit_choose",
+        "tilewise.workbench.nsa.inspect:audit_selected",
+        "tilewise.workbench.nsa.inspect:audit_combine",
     ),
 )
 COMPRESSED = Operator(
@@ -29,7 +29,7 @@ COMPRESSED = Operator(
     trace="tilewise.workbench.nsa.trace_compressed:TRACE",
     bench="tilewise.workbench.nsa.bench:COMPRESSED",
     launches="tilewise.workbench.nsa.inspect:COMPRESSED",
-    audit=("tilewise.workbench.nsa.audit:compressed",),
+    audit=("tilewise.workbench.nsa.inspect:audit_compressed",),
     part_of="nsa",
 )
 SELECTED = Operator(
@@ -42,7 +42,7 @@ SELECTED = Operator(
     trace="tilewise.workbench.nsa.trace_selected:TRACE",
     bench="tilewise.workbench.nsa.bench:SELECTED",
     launches="tilewise.workbench.nsa.inspect:SELECTED",
-    audit=("tilewise.workbench.nsa.audit:selected",),
+    audit=("tilewise.workbench.nsa.inspect:audit_selected",),
     part_of="nsa",
 )
 ATTEND = Operator(
@@ -55,5 +55,5 @@ ATTEND = Operator(
     trace=Missing("it launches the kernels of nsa-selected: trace that"),
     bench=Missing("it launches the kernels of nsa-selected: bench that"),
     launches="tilewise.workbench.nsa.inspect:ATTEND",
-    audit=("tilewise.workbench.nsa.audit:attend",),
+    audit=("tilewise.workbench.nsa.inspect:audit_attend",),
 )

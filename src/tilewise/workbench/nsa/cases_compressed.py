@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "packed-start",
         "every sequence starts at token 0",
-        "_device.varlen",
+        "_device.rows",
         "start, n_rows = sequence_bounds",
         "_, n_rows = sequence_bounds",
     ),

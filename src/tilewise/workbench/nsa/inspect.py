@@ -1,17 +1,23 @@
-"""What native sparse attention launches, branch by branch: for usual problems, and with each tile configuration."""
+"""What native sparse attention launches, branch by branch: for usual problems, and with each tile configuration.
 
-from collections.abc import Callable
+Calls of native sparse attention that are audited, part by part.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.problem import Inputs as FlashInputs
 from tilewise.ops.nsa import launch
+from tilewise.ops.nsa import launch as nsa
 from tilewise.ops.nsa.choose import launch as choose
 from tilewise.ops.nsa.compress import launch as compressed
-from tilewise.ops.nsa.problem import Sizes, window_count
+from tilewise.ops.nsa.problem import Sizes, mean_windows, window_count
 from tilewise.ops.nsa.selected import launch as selected
 from tilewise.ops.nsa.selected.index import Inputs, make_inputs
 from tilewise.workbench.flash import inspect as flash
@@ -161,3 +167,86 @@ COMPRESSED = Launches(_usual(compressed_launches, GROUP), compressed_configurati
 SELECTED = Launches(_usual(selected_launches, BLOCK, GROUP), selected_configuration)
 WHOLE = Launches(_usual(launches, BLOCK, GROUP))
 ATTEND = Launches(lambda architecture, dtype: attend_launches(architecture, dtype, 128))
+
+
+def _compressed_call(
+    q: torch.Tensor, k: torch.Tensor, cu: torch.Tensor | None, size: int = 32, stride: int = 16
+) -> None:
+    windows = mean_windows(cu, q.shape[-3], stride)
+    k_cmp = nsa.compress(k, cu, windows, size, stride)
+    o, lse = nsa.compressed_forward(q, k_cmp, k_cmp, cu, windows, size, stride, 0.1)
+    nsa.compressed_backward(q, k_cmp, k_cmp, o, lse, q, None, cu, windows, size, stride, 0.1)
+    nsa.compress_backward(k_cmp, q.shape[-3], cu, windows, size, stride)
+
+
+def _selected_call(
+    q: torch.Tensor, k: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block: int
+) -> None:
+    o, lse = nsa.selected_forward(q, k, k, indices, cu, block, 0.1)
+    nsa.selected_backward(q, k, k, indices, o, lse, q, None, cu, block, 0.1)
+
+
+def audit_compressed() -> Iterator[audit.Case]:
+    """Means of windows, and attention to them."""
+    for words, architecture, packed, stride in audit.layouts():
+        q, k, cu = (
+            audit.rows(audit.HEADS, packed=packed, stride=stride),
+            audit.rows(audit.KEY_HEADS, packed=packed, stride=stride),
+            audit.offsets(packed),
+        )
+        yield audit.Case(f"{words}, windows of 32 every 16", architecture, partial(_compressed_call, q, k, cu))
+
+
+def audit_choose() -> Iterator[audit.Case]:
+    """The choice of blocks."""
+    sizes = Sizes(32, 16, 64, 16, 1, 2)
+    for packed, stride in ((False, 0), (True, audit.FAR)):
+        # One sequence: chunks of sequences this long hold one tile each.
+        q, cu = audit.rows(audit.HEADS, packed=packed, batch=1, stride=stride), audit.offsets(packed)
+        k_cmp, lse = (
+            audit.rows(audit.KEY_HEADS, packed=packed, batch=1, tokens=audit.TOKENS // 16 - (not packed)),
+            torch.empty(audit.HEADS, audit.TOKENS, device="meta"),
+        )
+        windows = mean_windows(cu, audit.TOKENS, 16)
+        yield audit.Case(
+            f"{audit.in_words(packed, packed, 1)}, 16 blocks of 64",
+            90,
+            partial(nsa.choose, q, k_cmp, lse, cu, windows, sizes, 0.1),
+        )
+
+
+def audit_selected() -> Iterator[audit.Case]:
+    """Attention to named blocks."""
+    for words, architecture, packed, stride in audit.layouts():
+        q, k, cu = (
+            audit.rows(audit.HEADS, packed=packed, stride=stride),
+            audit.rows(audit.KEY_HEADS, packed=packed, stride=stride),
+            audit.offsets(packed),
+        )
+        indices, block = audit.named(16, packed=packed), 16 if packed else 64
+        yield audit.Case(
+            f"{words}, 16 blocks of {block}", architecture, partial(_selected_call, q, k, indices, cu, block)
+        )
+
+
+def audit_attend() -> Iterator[audit.Case]:
+    """native_sparse_attend."""
+    q, k, indices = audit.rows(audit.HEADS), audit.rows(audit.KEY_HEADS), audit.named(8, packed=False)
+    scale = torch.empty(indices.shape, device="meta")
+
+    def call() -> None:
+        o, lse = nsa.attend_forward(q, k, k, indices, scale, True, 64, 0.1)
+        nsa.attend_backward(q, k, k, indices, scale, o, lse, q, None, True, 64, 0.1)
+
+    yield audit.Case(f"{audit.in_words(False)}, 8 blocks of 64 and the own one", 90, call)
+
+
+def audit_combine() -> Iterator[audit.Case]:
+    """The gated sum."""
+    o, gate = audit.rows(audit.HEADS), audit.gates(packed=False)
+
+    def combine() -> None:
+        nsa.combine([o, o, o], [gate, gate, gate])
+        nsa.combine_backward(o, o, gate)
+
+    yield audit.Case(f"{audit.in_words(False)}, three branches", 90, combine)

@@ -123,7 +123,7 @@ SELECTED = (
     Mutant(
         "packed-start",
         "every sequence starts where the first does",
-        "_device.varlen",
+        "_device.rows",
         "start, n_tokens = sequence_bounds(p_cu, i_b, n_tokens)",
         "start, n_tokens = sequence_bounds(p_cu, i_b, n_tokens); start = start * 0",
     ),

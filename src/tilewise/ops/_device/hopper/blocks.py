@@ -24,7 +24,7 @@ from tilewise.ops._device.hopper.ring import (
 )
 from tilewise.ops._device.hopper.semaphore import BlockMessage, post_block, read_block, zero_accumulator
 from tilewise.ops._device.mask import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
-from tilewise.ops._device.varlen import find_tile, first_slot, sequence_bounds
+from tilewise.ops._device.rows import find_tile, first_slot, sequence_bounds
 
 
 class BlockSizes(NamedTuple):

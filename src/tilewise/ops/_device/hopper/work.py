@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.ops._device.hopper.ring import HeadRows, first_of_ring, load_tile, thread_barrier
 from tilewise.ops._device.mask import key_range
 from tilewise.ops._device.records import Window
-from tilewise.ops._device.varlen import find_tile, sequence_bounds
+from tilewise.ops._device.rows import find_tile, sequence_bounds
 
 # Rows of one warpgroup.
 ROWS = gl.constexpr(64)

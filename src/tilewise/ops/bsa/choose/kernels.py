@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.records import Rows
+from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
 from tilewise.ops._device.silu import silu_weights
-from tilewise.ops._device.varlen import locate_slot, sequence_bounds
 
 SIZES = ("n_batch", "n_tokens", "n_choosing", "n_windows", "n_tiles")
 NONE = tl.constexpr(-(1 << 63))

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.load import load_rows, store_rows
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.varlen import locate_tile, sequence_bounds
+from tilewise.ops._device.rows import load_rows, locate_tile, sequence_bounds, store_rows
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_rows", "n_tokens", "n_windows")
 

@@ -23,7 +23,7 @@ from tilewise.ops._device.blocks import (
     no_segment,
     segment_rows,
 )
-from tilewise.ops._device.load import load_plain, load_rows, store_plain, store_sums
+from tilewise.ops._device.rows import load_plain, load_rows, store_plain, store_sums
 from tilewise.ops._device.silu import silu_slopes, silu_weights
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile")

@@ -1,19 +1,262 @@
-"""The forward's launch on Hopper. `flash.problem` decides which calls take this path."""
+"""Flash attention's launches on Hopper: the forward; and the backward: prepare, one kernel for all three gradients,
+and dq from its accumulators. `flash.problem` decides which calls take this path.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from tilewise.ops._device.hopper.blocks import Workspace
 from tilewise.ops._device.records import Offsets, Scales
-from tilewise.ops._host.hopper import sm_count, tile_descriptor
-from tilewise.ops._host.launching import Launch, batch_size, tile_slots
+from tilewise.ops._host.gluon import gl
+from tilewise.ops._host.hopper import fits_tiles, sm_count, tile_descriptor
+from tilewise.ops._host.launch import Descriptor
+from tilewise.ops._host.launching import Launch, batch_size, lse_strides, row_strides, tile_slots
+from tilewise.ops._host.program import Operation
+from tilewise.ops._host.symbol import compute
+from tilewise.ops._host.template import emit
 from tilewise.ops.flash.hopper import configs as hopper_configs
-from tilewise.ops.flash.hopper.configs import ROWS, Forward
+from tilewise.ops.flash.hopper.bwd import BackwardTile, flash_bwd_hopper_kernel
+from tilewise.ops.flash.hopper.configs import ROWS, Backward, Forward, Order, choose_backward, padded, sweeps_heads
 from tilewise.ops.flash.hopper.fwd import ForwardTile, flash_fwd_hopper_kernel
+from tilewise.ops.flash.hopper.sum import (
+    FinishTile,
+    PrepareTile,
+    flash_bwd_hopper_finish_kernel,
+    flash_bwd_hopper_prepare_kernel,
+)
 from tilewise.ops.flash.problem import Inputs
+
+Index = tuple[slice, ...]
+
+LOG2E = 1.4426950408889634
+# Of a thread at launch, before warps are given theirs.
+REGISTERS = 168
+# Heads whose blocks are interleaved. Few, so that they share what is in the L2 cache; but a head's next block
+# must begin two steps or more after the one before it, whose additions it follows: the shorter blocks are, the more
+# heads between the two. Half as many where no limit to the right makes blocks shorter.
+LONG_KEYS, TOGETHER_LONG, TOGETHER_SHORT = 8192, 4, 16
+# Keys of a sequence from which on a free order was faster in most cases.
+FREE_KEYS = 8192
+# Bytes of accumulators of dQ that there should be at a time: what needs more is processed in chunks.
+MOST_BYTES = 1 << 30
+STATISTICS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def _choose(inputs: Inputs) -> Backward:
+    return choose_backward(inputs.q.shape[-1], inputs.v.shape[-1])
+
+
+def fits(inputs: Inputs) -> bool:
+    """Whether the rows of all query heads, in whole tiles, can be numbered in 32 bits, as a tensor descriptor needs
+    them.
+    """
+    rows = _choose(inputs).block_m
+    return tile_slots(inputs.q.shape[-3], rows, inputs.cu_q) * rows * inputs.heads < 2**31
+
+
+def leaves_idle(inputs: Inputs) -> bool:
+    """Whether there are so few blocks of keys that a quarter of the SMs or more would idle."""
+    programs = tile_slots(inputs.k.shape[-3], _choose(inputs).block_n, inputs.cu_k) * (inputs.heads // inputs.group)
+    return 4 * programs < 3 * sm_count(inputs.q.device)
+
+
+def _mean_keys(inputs: Inputs) -> int:
+    """Keys of a sequence; of packed ones only the mean is known here."""
+    return inputs.k.shape[-3] // (1 if inputs.cu_k is None else max(1, batch_size(inputs.q, inputs.cu_q)))
+
+
+def choose_order(inputs: Inputs, deterministic: bool) -> Order:
+    """The fixed order if asked for, else what was fastest on an H200.
+
+    To zero accumulators up front takes a pass over memory; where they are zeroed lazily, no block overtakes the first.
+    """
+    limited, grouped = inputs.right is not None, inputs.group > 1
+    wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= FREE_KEYS
+    if deterministic or inputs.left is not None:
+        return "fixed"
+    if long and limited and (wide or grouped):
+        return "cleared"
+    return "opened" if not grouped and (long or (limited and not wide)) else "fixed"
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """All of `count` in as few slices of at most `most` as there can be, of about the same size."""
+    chunks = -(-count // max(1, most))
+    return [slice(count * i // chunks, count * (i + 1) // chunks) for i in range(chunks)]
+
+
+def _chunks(inputs: Inputs) -> Iterator[tuple[Index, Index, Index]]:
+    """Some batch entries, or some KV heads of one: as many as MOST_BYTES has room for, but with blocks of keys for
+    all SMs.
+
+    As indices into tensors of queries, into those of keys, and into LSEs.
+    """
+    packed, group, heads_k, config = inputs.cu_q is not None, inputs.group, inputs.k.shape[-2], _choose(inputs)
+    bytes_head = (
+        4
+        * tile_slots(inputs.q.shape[-3], config.block_m, inputs.cu_q)
+        * config.block_m
+        * group
+        * padded(inputs.q.shape[-1])
+    )
+    fill = -(-sm_count(inputs.q.device) // tile_slots(inputs.k.shape[-3], config.block_n, inputs.cu_k))
+    most = max(MOST_BYTES // bytes_head, fill)
+    batch = 1 if packed else inputs.q.shape[0]
+    entries = _slices(batch, most // heads_k)
+    heads = _slices(heads_k, most) if len(entries) == batch else [slice(0, heads_k)]
+    for entry, of_keys in itertools.product(entries, heads):
+        lead = () if packed else (entry,)
+        of_queries = slice(of_keys.start * group, of_keys.stop * group)
+        yield (*lead, slice(None), of_queries), (*lead, slice(None), of_keys), (*lead, of_queries)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(gradient: torch.Tensor) -> torch.Tensor:
+    """The output's gradient as TMA can read it: a copy where it cannot, as of the expanded one that `o.sum()` gives."""
+    return gradient if fits_tiles(gradient) else compute(_copy, gradient, shape=gradient.shape, dtype=gradient.dtype)
+
+
+def _statistics(x: torch.Tensor, rows: int) -> Descriptor:
+    """One number per query row, a tile at a time."""
+    return Descriptor(x, (x.shape[0],), (1,), (rows,), STATISTICS)
+
+
+def backward_launches(
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    order: Order,
+    config: Backward | None = None,
+) -> list[Launch]:
+    """The launches in order: prepare, the backward kernel, dq from its accumulators.
+
+    `gradients` are the tensors to fill: dq, dk, dv.
+    """
+    block_m, block_n, stages, slots, ahead = config or _choose(inputs)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    dq, dk, dv = gradients
+    block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
+    slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
+    n_batch = batch_size(q, inputs.cu_q)
+    # Packed sequences are processed in order: not all of their keys count together.
+    together = TOGETHER_LONG if _mean_keys(inputs) >= LONG_KEYS else TOGETHER_SHORT
+    tiles, heads_k = slots_q * inputs.heads, inputs.heads // inputs.group
+    delta, lse_log2 = (q.new_empty((tiles * block_m,), dtype=torch.float32) for _ in range(2))
+    acc_dq = q.new_empty((tiles * block_m * block_d,), dtype=torch.float32)
+    # How many blocks have added to each accumulator of dQ (in the free order, whether its first block has zeroed it),
+    # and how many blocks have been taken.
+    semaphores = q.new_empty((tiles,), dtype=torch.int32)
+    counter = q.new_empty((1,), dtype=torch.int32)
+    sweeps = sweeps_heads(inputs.group, inputs.left, inputs.right, _mean_keys(inputs))
+    shared = {"n_batch": n_batch, "n_queries": q.shape[-3], "enable_fp_fusion": True}
+    of_queries = {
+        "acc_dq": acc_dq,
+        "cu_q": inputs.cu_q,
+        "n_slots": slots_q,
+        "n_heads": q.shape[-2],
+        "inside": 1 if sweeps else inputs.group,
+    }
+    of_keys = {"n_keys": k.shape[-3], "left": inputs.left, "right": inputs.right}
+    prepare = {
+        "o": o,
+        "do": do,
+        "lse": lse,
+        "dlse": dlse,
+        "delta": delta,
+        "lse_log2": lse_log2,
+        "semaphores": semaphores,
+        "counter": counter,
+        "o_strides": row_strides(o.stride()),
+        "do_strides": row_strides(do.stride()),
+        "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
+        "TILE": PrepareTile(v.shape[-1], block_d, block_dv, block_m, ZEROES=order == "cleared"),
+    }
+    main = {
+        "q": tile_descriptor(q, block_m, block_d),
+        "k": tile_descriptor(k, block_n // 2, block_d),
+        "v": tile_descriptor(v, block_n // 2, block_dv),
+        "do": tile_descriptor(do, block_m, block_dv),
+        "dk": tile_descriptor(dk, block_n // 2, block_d),
+        "dv": tile_descriptor(dv, block_n // 2, block_dv),
+        "lse_log2": _statistics(lse_log2, block_m),
+        "delta": _statistics(delta, block_m),
+        "workspace": Workspace(acc_dq, semaphores, counter),
+        "offsets": Offsets(inputs.cu_q, inputs.cu_k),
+        "n_heads_k": k.shape[-2],
+        "group": inputs.group,
+        "together": together if inputs.right is not None else together // 2,
+        "scales": Scales(
+            scale=inputs.scale,
+            scale_log2=(inputs.softcap or inputs.scale) * LOG2E,
+            score_scale=inputs.scale / inputs.softcap if inputs.softcap else None,
+        ),
+        "TILE": BackwardTile(
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            STAGES=stages,
+            SLOTS=slots,
+            ORDERED=order == "fixed",
+            ZEROES_LAZILY=order == "opened",
+            PACKED=inputs.cu_q is not None,
+            AHEAD=ahead,
+            GROUPED=inputs.group > 1,
+            SWEEPS=sweeps,
+        ),
+        "num_warps": 4,
+        "maxnreg": REGISTERS,
+    }
+    finish = {
+        "dq": dq,
+        "dq_strides": row_strides(dq.stride()),
+        "cu_k": inputs.cu_k,
+        "scale": inputs.scale,
+        "TILE": FinishTile(q.shape[-1], block_d, block_m, block_n),
+    }
+    return [
+        Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
+        Launch(flash_bwd_hopper_kernel, min(slots_k * heads_k, sm_count(q.device)), shared | of_keys | main),
+        Launch(flash_bwd_hopper_finish_kernel, tiles, shared | of_queries | of_keys | finish),
+    ]
+
+
+def plan_backward(
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    order: Order = "fixed",
+    config: Backward | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv in the inputs' dtype and contiguous, for a call that `hopper_configs.serves`.
+
+    With groups or under a left limit the order cannot be `opened`.
+    """
+    do = readable(do)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+    for queries, keys, rows in _chunks(inputs):
+        chunk = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
+        given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
+        # A chunk's accumulators are freed after it: the next one's take their place.
+        emit(inputs.q, *backward_launches(chunk, *given, (dq[queries], dk[keys], dv[keys]), order, config))
+    return dq, dk, dv
+
+
+backward = Operation(plan_backward)
 
 
 def _order(inputs: Inputs, n_items: int) -> dict[str, Any]:

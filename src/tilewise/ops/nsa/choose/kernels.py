@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.load import load_rows
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.varlen import locate_slot, sequence_bounds
+from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
 
 SIZES = ("n_batch", "n_tokens", "n_heads_k", "group", "n_windows", "first_tile", "n_tiles", "n_blocks", "n_rows")
 FORCED = tl.constexpr(0x7FFFFFFF)

@@ -28,9 +28,8 @@ from tilewise.ops._device.blocks import (
     segment_rows,
     skipped,
 )
-from tilewise.ops._device.load import load_plain, load_rows, store_plain, store_sums
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.varlen import locate_slot
+from tilewise.ops._device.rows import load_plain, load_rows, locate_slot, store_plain, store_sums
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 

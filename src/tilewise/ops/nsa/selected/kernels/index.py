@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.blocks import named_blocks, skipped, sorted_entries, within_run
-from tilewise.ops._device.varlen import first_slot, locate_slot
+from tilewise.ops._device.rows import first_slot, locate_slot
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile", "n_tiles", "n_lists")
 
