@@ -173,23 +173,33 @@ def planted(part, module, old, new):
 # The part under tilewise.workbench, the module under tilewise.ops, and what loses its 64 bits.
 PLANTED = [
     (
-        "nsa.audit:combine",
+        "nsa.inspect:audit_combine",
         "nsa.combine.kernels",
         "tl.program_id(0).to(tl.int64) * BLOCK_R",
         "tl.program_id(0) * BLOCK_R",
     ),
-    ("flash.audit:cases", "_device.rows", "tl.cast(i_row, tl.int64) * strides.token", "i_row * strides.token"),
-    ("hstu.audit:cases", "_device.rows", "tl.cast(rows.start, tl.int64) * strides.token", "rows.start * strides.token"),
+    ("flash.inspect:audit_cases", "_device.rows", "tl.cast(i_row, tl.int64) * strides.token", "i_row * strides.token"),
     (
-        "nsa.audit:compressed",
+        "hstu.inspect:audit_cases",
+        "_device.rows",
+        "tl.cast(rows.start, tl.int64) * strides.token",
+        "rows.start * strides.token",
+    ),
+    (
+        "nsa.inspect:audit_compressed",
         "nsa.compress.kernels",
         "(start + o_c * STRIDE).to(tl.int64)[:, None]",
         "(start + o_c * STRIDE)[:, None]",
     ),
-    ("nsa.audit:choose", "nsa.choose.kernels", "(start + o_t).to(tl.int64) * n_heads_k", "(start + o_t) * n_heads_k"),
-    ("nsa.audit:selected", "_device.blocks", "tl.cast(i_t, tl.int64) * tensor.strides", "i_t * tensor.strides"),
-    ("nsa.audit:attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
-    ("bsa.audit:cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * SHAPE.H", "o_r[:, None] * SHAPE.H"),
+    (
+        "nsa.inspect:audit_choose",
+        "nsa.choose.kernels",
+        "(start + o_t).to(tl.int64) * n_heads_k",
+        "(start + o_t) * n_heads_k",
+    ),
+    ("nsa.inspect:audit_selected", "_device.blocks", "tl.cast(i_t, tl.int64) * tensor.strides", "i_t * tensor.strides"),
+    ("nsa.inspect:audit_attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
+    ("bsa.inspect:audit_cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * SHAPE.H", "o_r[:, None] * SHAPE.H"),
 ]
 
 
@@ -211,7 +221,7 @@ def test_planted_narrow_offsets_are_caught(case):
 
 @pytest.mark.slow
 def test_one_part_passes(monkeypatch):
-    nsa = dataclasses.replace(workbench.find("nsa"), audit=("tilewise.workbench.nsa.inspect:combine",))
+    nsa = dataclasses.replace(workbench.find("nsa"), audit=("tilewise.workbench.nsa.inspect:audit_combine",))
     monkeypatch.setattr(workbench, "find", lambda _name, _part: nsa)
     results = audit.audit(["nsa"])
     assert {result.kernel for result in results} == {"nsa_combine_fwd_kernel", "nsa_combine_bwd_kernel"}
@@ -235,6 +245,6 @@ def test_a_worker_that_fails_is_an_error(monkeypatch):
         subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 1, "", "ValueError: no memory")
     )
     with pytest.raises(
-        RuntimeError, match=r"flash.audit:cases did not end well \(exit code 1\): ValueError: no memory"
+        RuntimeError, match=r"flash.inspect:audit_cases did not end well \(exit code 1\): ValueError: no memory"
     ):
         audit.audit(["flash"])
