@@ -4,7 +4,7 @@
 times u; and what that passes back. Every element is read and written once: the means and deviations of a token are
 computed again in the backward.
 *Keys*: the gradient of keys, or of values, from all branches: what a token got as a key, and its share of what its
-block's mean got. One pass over it.
+block's mean got, from all chunks of the queries. One pass over it.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import load_rows, locate_tile, sequence_bounds, store_rows
 
-SIZES = ("n_batch", "n_tiles", "n_heads", "n_rows", "n_tokens", "n_windows")
+SIZES = ("n_batch", "n_tiles", "n_heads", "n_rows", "n_tokens", "n_windows", "n_chunks")
 
 
 class NormShape(NamedTuple):
@@ -155,12 +155,12 @@ def bsa_norm_bwd_kernel(do, cmp, slc, swa, u, dcmp, dslc, dswa, du, n_rows, n_to
 
 @triton.jit(do_not_specialize=SIZES)
 def bsa_bwd_keys_kernel(
-    dx_slc, dx_cmp, dx_swa, dx, cu, windows, n_batch, n_tiles, n_heads, n_tokens, n_windows,
+    dx_slc, dx_cmp, dx_swa, dx, cu, windows, n_batch, n_tiles, n_heads, n_tokens, n_windows, n_chunks,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of tokens x heads x batch, in one axis.
     # Owns: BLOCK_M tokens of one head.
-    # Loops over: nothing.
+    # Loops over: chunks of queries, whose sums for the means lie end to end.
     # Writes: its rows of dx.
     i_b, i_h, i_m, start, n_rows = locate_tile(
         tl.program_id(0), n_tiles, n_heads, n_batch, n_tokens, cu, False, BLOCK_M
@@ -176,13 +176,13 @@ def bsa_bwd_keys_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_c = (o_c < tl.minimum(n_mine, n_rows // BLOCK_SIZE))[:, None] & (o_d < D)[None, :]
     p_cmp = dx_cmp.x + tl.cast(i_b, tl.int64) * dx_cmp.strides.batch + tl.cast(i_h, tl.int64) * dx_cmp.strides.head
+    p_cmp += (start_w + o_c).to(tl.int64)[:, None] * dx_cmp.strides.token + o_d[None, :]
     # [M, D]
-    acc = (
-        tl.load(
-            p_cmp + (start_w + o_c).to(tl.int64)[:, None] * dx_cmp.strides.token + o_d[None, :], mask=m_c, other=0.0
-        ).to(tl.float32)
-        / BLOCK_SIZE
-    )
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for _ in range(n_chunks):
+        acc += tl.load(p_cmp, mask=m_c, other=0.0).to(tl.float32)
+        p_cmp += tl.cast(n_windows, tl.int64) * dx_cmp.strides.token
+    acc /= BLOCK_SIZE
     acc += load_rows(Rows(dx_slc.x, dx_slc.strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False)
     if dx_swa is not None:
         acc += load_rows(Rows(dx_swa.x, dx_swa.strides, i_b, i_h, start, n_rows), i_m, D, BLOCK_M, BLOCK_D, False).to(

@@ -8,7 +8,6 @@ import torch
 
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, strided, tile_slots
-from tilewise.ops._host.symbol import compute
 from tilewise.ops._host.template import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.combine.kernels import (
@@ -87,10 +86,6 @@ def norm_backward(
     return du, (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa)
 
 
-def _sum_of_chunks(x: torch.Tensor, chunks: int) -> torch.Tensor:
-    return x.unflatten(-3, (chunks, -1)).sum(-4)
-
-
 def add_keys(
     x: torch.Tensor,
     dx_slc: torch.Tensor,
@@ -102,11 +97,6 @@ def add_keys(
     chunks: int,
 ) -> torch.Tensor:
     """The gradient of k or v, `x`, from all branches; that of the means comes in `chunks`."""
-    if chunks > 1:
-        rows = dx_cmp.shape[-3] // chunks
-        dx_cmp = compute(
-            _sum_of_chunks, dx_cmp, chunks, shape=(*dx_cmp.shape[:-3], rows, *dx_cmp.shape[-2:]), dtype=dx_cmp.dtype
-        )
     dx = x.new_empty(x.shape)
     if dx.numel():
         n_tiles = tile_slots(x.shape[-3], KEYS, cu)
@@ -119,7 +109,8 @@ def add_keys(
             "n_tiles": n_tiles,
             "n_heads": x.shape[-2],
             "n_tokens": x.shape[-3],
-            "n_windows": dx_cmp.shape[-3],
+            "n_windows": dx_cmp.shape[-3] // chunks,
+            "n_chunks": chunks,
             "D": x.shape[-1],
             "BLOCK_D": padded_channels(x.shape[-1]),
             "BLOCK_M": KEYS,
