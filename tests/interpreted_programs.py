@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 from triton.runtime.jit import JITFunction
 
-from tilewise.ops._host import launching, start
-from tilewise.ops._host.launch import Descriptor, Launch
+from tilewise.ops._host import program, start
+from tilewise.ops._host.launching import Descriptor, Launch
 from tilewise.ops._host.symbol import Slot, plain
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Interpreted:
                 )
             else:
                 arguments[name] = record_like(known, value, tensor)
-        launching.run_all([Launch(self._launch.kernel, grid, {name: plain(x) for name, x in arguments.items()})], CPU)
+        program.run_all([Launch(self._launch.kernel, grid, {name: plain(x) for name, x in arguments.items()})], CPU)
 
 
 def record_like(known, value, tensor):

@@ -153,7 +153,7 @@ def test_the_rules_of_mytorch_catch(path, source):
         ("ops/flash/hopper/bwd.py", "import torch"),
         ("ops/nsa/choose/kernels.py", "import torch"),
         ("ops/nsa/choose/launch.py", "from tilewise.ops.nsa import api"),
-        ("ops/_device/mask.py", "from tilewise.ops._host import checks"),
+        ("ops/_device/scores.py", "from tilewise.ops._host import checks"),
         ("ops/flash/reference.py", "import triton.language as tl"),
         ("ops/flash/reference.py", "from tilewise.ops.flash import launch"),
         ("ops/flash/simulate.py", "from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel"),

@@ -91,7 +91,7 @@ BUGS = {
         "8 times",
     ),
     "mask": (
-        "_device.mask",
+        "_device.scores",
         "<= o_m + (off + right)",
         "<= o_m + (off + right + 1)",
         ["--causal"],
@@ -99,7 +99,7 @@ BUGS = {
         "the mask: row 0 sees key 1",
     ),
     "max": (
-        "_device.softmax",
+        "_device.scores",
         "tl.maximum(m, tl.max(b_s, 1) * scale_log2)",
         "tl.max(b_s, 1) * scale_log2",
         [],
@@ -115,16 +115,16 @@ BUGS = {
         "the rescale of O is missing",
     ),
     "rescale of L": (
-        "_device.softmax",
+        "_device.scores",
         "l_new = l * rescale +",
         "l_new = l +",
         [],
         "block 1, L",
         "without the rescale",
     ),
-    "sum": ("_device.softmax", "tl.sum(b_p, 1)", "tl.max(b_p, 1)", [], "block 0, L", "the running sum"),
+    "sum": ("_device.scores", "tl.sum(b_p, 1)", "tl.max(b_p, 1)", [], "block 0, L", "the running sum"),
     "tail mask": (
-        "_device.mask",
+        "_device.scores",
         "m_keep = o_n < n_keys",
         "m_keep = o_n >= 0",
         ["--block-n", "128"],
@@ -139,9 +139,9 @@ BUGS = {
         "block 0, V",
         "shifted by -1 row",
     ),
-    "LSE": ("_device.softmax", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
+    "LSE": ("_device.scores", "(m + tl.log2(l)) * 0.6931471805599453", "m + tl.log2(l)", [], "LSE", "1.443 times"),
     "delta": (
-        "_device.softmax",
+        "_device.scores",
         "b_delta = tl.sum(b_o * b_do, 1)",
         "b_delta = tl.sum(b_o, 1)",
         ["--direction", "backward"],
@@ -149,7 +149,7 @@ BUGS = {
         "rowsum",
     ),
     "dS": (
-        "_device.softmax",
+        "_device.scores",
         "b_ds = b_p * (b_dp - b_delta)",
         "b_ds = b_p * b_dp",
         ["--direction", "backward"],

@@ -106,7 +106,7 @@ BUGS = {
     ),
     "u": ("bsa.combine.kernels", "(b_u * acc)", "acc", "", "O_final", "the product of u and the sum of the branches"),
     "slope": (
-        "_device.silu",
+        "_device.scores",
         "(ratio - ratio * b_sigmoid)",
         "(ratio + ratio * b_sigmoid)",
         "--direction backward",

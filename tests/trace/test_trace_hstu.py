@@ -88,7 +88,7 @@ BUGS = {
         "the load of K",
     ),
     "causal": (
-        "_device.mask",
+        "_device.scores",
         "o_n <= o_m + (off + right)",
         "o_n < o_m + (off + right)",
         SMALL,
@@ -120,7 +120,7 @@ BUGS = {
         "which tiles the mask reaches",
     ),
     "sigmoid": (
-        "_device.silu",
+        "_device.scores",
         "b_s * -alpha_log2",
         "b_s * alpha_log2",
         SMALL,
@@ -144,7 +144,7 @@ BUGS = {
         "O_final is 384 times what it should be",
     ),
     "slope": (
-        "_device.silu",
+        "_device.scores",
         "(ratio - ratio * b_sigmoid) + b_sigmoid",
         "(ratio - ratio * b_sigmoid)",
         BACKWARD,

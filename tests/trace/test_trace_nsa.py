@@ -158,7 +158,7 @@ BUGS = {
         "computed at line",
     ),
     "windows": (
-        "_device.mask",
+        "_device.scores",
         "o_n = o_n * KEY_STRIDE",
         "o_n = o_n * KEY_STRIDE - 1",
         "nsa-compressed --program 1",

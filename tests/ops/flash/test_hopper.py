@@ -10,7 +10,8 @@ import torch
 from battery import check
 
 from tilewise import flash_attention
-from tilewise.ops._host.launching import capture, run_all
+from tilewise.ops._host.launching import capture
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import choose_forward

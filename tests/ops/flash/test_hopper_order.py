@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import (
+from tilewise.ops._device.hopper.semaphore import (
     by_head,
     first_from,
     head_and_slot,

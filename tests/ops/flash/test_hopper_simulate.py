@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.ops._host.launching import run_all
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import choose_backward, choose_forward

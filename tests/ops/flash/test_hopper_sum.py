@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tilewise import flash_attention
-from tilewise.ops._host.launching import capture, run_all
+from tilewise.ops._host.launching import capture
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import choose_backward

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import keys_seen
+from tilewise.ops._device.scores import keys_seen
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from interpreted_programs import Memory, find_interpreted, watching
 from tilewise.ops._host import program, register, start
 from tilewise.ops._host import template as templates
 from tilewise.ops._host.kept import Kept
-from tilewise.ops._host.launch import Descriptor
+from tilewise.ops._host.launching import Descriptor
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_
 from tilewise import _warmup_worker, workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import backend, compiling, program, register, start, template
-from tilewise.ops._host.launch import Launch
+from tilewise.ops._host.launching import Launch
 from tilewise.ops._host.symbol import Slot, Trace, sample
 
 CASES = {

@@ -9,10 +9,9 @@ import torch
 
 from tilewise.ops._host import program, start
 from tilewise.ops._host import template as templates
-from tilewise.ops._host.launch import Launch
-from tilewise.ops._host.program import Operation, Planned, Program
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.program import Operation, Planned, Program, emit
 from tilewise.ops._host.symbol import Trace, compute
-from tilewise.ops._host.template import emit
 
 CPU = torch.device("cpu")
 
@@ -77,7 +76,7 @@ def test_scratch_side_by_side_lies_apart(noted):
     assert start_ == places[0][0]
     assert all(at + long <= after for (at, long), (after, _) in itertools.pairwise(places))
     assert sum(places[-1]) <= start_ + size
-    assert all((at - start_) % program.SHARED_ALIGNMENT == 0 for at, _ in places)
+    assert all((at - start_) % templates.SHARED_ALIGNMENT == 0 for at, _ in places)
 
 
 def test_sizes_are_those_of_the_call(noted):

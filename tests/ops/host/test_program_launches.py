@@ -5,9 +5,10 @@ from fake_kernels import MADE_WITH, MEMORY, PLAIN, needs_one_launcher
 from triton import knobs
 
 from tilewise.ops._host import program, start
-from tilewise.ops._host.launch import Descriptor, Launch
+from tilewise.ops._host.launching import Descriptor, Launch
+from tilewise.ops._host.program import emit
 from tilewise.ops._host.symbol import Trace
-from tilewise.ops._host.template import emit, make
+from tilewise.ops._host.template import make
 
 GPU = torch.device("cuda", 0)
 
@@ -105,10 +106,10 @@ def test_descriptors_are_kept_while_the_address_is_the_same(kernel, encoded):
     assert [call[0] for call in encoded] == [1024 + 64, 2048 + 64]
     assert [list(call[-1])[:5] for call in kernel.direct] == [[f"map {i}", 8, 16, 16, 1] for i in (1, 1, 2, 1)]
     # Whatever the allocator gives, so many at most are kept, and the last is one of them.
-    for i in range(2 * program.MOST_ENCODED + 1):
+    for i in range(2 * start.MOST_ENCODED + 1):
         started(4096 * (i + 1))
     count = len(encoded)
-    started(4096 * (2 * program.MOST_ENCODED + 1))
+    started(4096 * (2 * start.MOST_ENCODED + 1))
     assert len(encoded) == count
     started(1024)
     assert len(encoded) == count + 1

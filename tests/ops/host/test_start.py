@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._host import start
 from tilewise.ops._host.kept import Kept
-from tilewise.ops._host.launch import Descriptor, Launch
+from tilewise.ops._host.launching import Descriptor, Launch
 from tilewise.ops._host.template import Template
 
 CPU = torch.device("cpu")

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise.ops._host import template as templates
-from tilewise.ops._host.launch import Launch
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.program import emit
 from tilewise.ops._host.symbol import Slot, compute
-from tilewise.ops._host.template import Template, emit
+from tilewise.ops._host.template import Template
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tilewise.ops._host.launching import run_all
+from tilewise.ops._host.program import run_all
 from tilewise.ops.hstu import configs, launch, reference
 
 # What takes long to interpret is left to the slow set, and to a GPU.

@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import diagonal, key_range, query_range
 from tilewise.ops._device.records import Window
-from tilewise.ops._host.launching import Launch, run_all
+from tilewise.ops._device.scores import diagonal, key_range, query_range
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash import simulate
 from tilewise.ops.flash.configs import Config

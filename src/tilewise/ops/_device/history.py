@@ -14,7 +14,7 @@ Which pairs of SiLU attention take part, and the ranges of tiles that hold them:
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import keep, key_range, query_range, split_range, split_tail
+from tilewise.ops._device.scores import keep, key_range, query_range, split_range, split_tail
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime import cache
 
 from tilewise.ops._host.backend import jobs
-from tilewise.ops._host.launch import Launch
+from tilewise.ops._host.launching import Launch
 
 with contextlib.suppress(ImportError):
     # Triton imports it inside the first compilation: here, so that no call imports anything. It needs Gluon; where that

@@ -18,7 +18,7 @@ from tilewise.ops._host.kept import Kept
 
 if HAS_TRITON:
     from tilewise.ops._host import template
-    from tilewise.ops._host.launch import Descriptor
+    from tilewise.ops._host.launching import Descriptor
 
 LOGGER = logging.getLogger("tilewise")
 # Read once: where it is off, it costs nothing.

@@ -1,20 +1,21 @@
-"""Launches of tensors: run, or collected to be compiled without a GPU or audited at sizes that no machine holds.
+"""A kernel launch as data: the kernel, its grid, its arguments, and the tensor descriptors among them; and launches
+collected, to be compiled without a GPU or audited at sizes that no machine holds.
 
-Packed batches: sequences end to end, separated by offsets. Work split into chunks.
+What launchers make arguments and grids of: padded channels, strides, packed batches (sequences end to end, separated by
+offsets), work split into chunks.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.ops._device.records import ReadStrides, Strided, Strides
-from tilewise.ops._host import backend, start
-from tilewise.ops._host.launch import Descriptor as Descriptor
-from tilewise.ops._host.launch import Launch as Launch
-from tilewise.ops._host.start import Repeated as Repeated
-from tilewise.ops._host.symbol import cached
+from tilewise.ops._host import backend, gluon
+from tilewise.ops._host.symbol import cached, sample
 
 if backend.interpreting():
     # The interpreter was requested before Triton was imported: kernels then run through Triton's interpreter
@@ -22,6 +23,52 @@ if backend.interpreting():
     from tilewise import interpreter
 
     interpreter.repair()
+
+
+class Descriptor(NamedTuple):
+    """A tensor descriptor: how the tensor memory accelerator finds tiles of a block shape in `base`.
+
+    With a layout it is Gluon's.
+    """
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+    def triton(self) -> Any:
+        """As Triton's own launch path takes it."""
+        shape, strides, block_shape = list(self.shape), list(self.strides), list(self.block_shape)
+        if self.layout is None:
+            return TensorDescriptor(self.base, shape, strides, block_shape)
+        of_gluon: Any = gluon.TensorDescriptor
+        return of_gluon(self.base, shape, strides, block_shape, self.layout)
+
+
+@dataclass(slots=True)
+class Launch:
+    """One kernel, its grid (the number of programs) and its arguments by name."""
+
+    kernel: Any
+    grid: int
+    arguments: Mapping[str, Any]
+
+    def run(self) -> Any:
+        """Launch on the current device and return the compiled kernel; a grid of 0 programs launches nothing and
+        returns None.
+        """
+        return self.kernel[(self.grid,)](**self.for_triton().arguments) if self.grid else None
+
+    def compile(self) -> Any:
+        """The kernel compiled for this launch and the current device."""
+        return self.kernel.warmup(grid=(self.grid,), **self.for_triton().arguments)
+
+    def for_triton(self) -> "Launch":
+        """The same with Triton's descriptors, and numbers in place of symbols."""
+        numbers = {name: sample(x) for name, x in self.arguments.items()}
+        arguments = {name: x.triton() if isinstance(x, Descriptor) else x for name, x in numbers.items()}
+        return Launch(self.kernel, sample(self.grid), arguments)
 
 
 @contextlib.contextmanager
@@ -33,31 +80,6 @@ def capture(architecture: int) -> Iterator[list[Launch]]:
     found: list[Launch] = []
     with backend.collecting(found), backend.as_if_on(architecture):
         yield found
-
-
-def run_all(launches: Sequence[Launch], device: torch.device) -> None:
-    """Run launches of tensors in order on `device`: compiled on a GPU, interpreted on the CPU."""
-    found = backend.collected()
-    if found is not None:
-        found.extend(launch.for_triton() for launch in launches)
-    elif device.type == "cuda":
-        if device.index in (None, torch._C._cuda_getDevice()):
-            for launch in launches:
-                start.run(launch)
-        else:
-            with torch.cuda.device(device):
-                run_all(launches, device)
-    else:
-        for launch in launches:
-            launch.run()
-
-
-def run_repeated(repeated: start.Repeated, varying: Mapping[str, Any], device: torch.device) -> None:
-    """The same for one of a launch that is repeated."""
-    if device.type == "cuda" and device.index == torch._C._cuda_getDevice() and backend.collected() is None:
-        repeated.run(varying)
-    else:
-        run_all((repeated.launch(varying),), device)
 
 
 def power_of_2(number: int) -> int:

@@ -18,11 +18,13 @@ from triton.backends.nvidia import driver as nvidia
 
 from tilewise.ops._host import compiling
 from tilewise.ops._host.kept import Kept
-from tilewise.ops._host.launch import Descriptor, Launch
+from tilewise.ops._host.launching import Descriptor, Launch
 from tilewise.ops._host.symbol import ALIGNMENT, Slot, Symbol, plain
 
 # Compiled kernels by what Triton specialises a launch on; beyond this many the least recently used is evicted.
 MOST_COMPILED = 4096
+# Encoded descriptors that a launch keeps, by address.
+MOST_ENCODED = 64
 
 
 class _Signature:
@@ -309,6 +311,24 @@ def _encoder(made_with: Mapping[str, Any]) -> Encoder | None:
         made_with["block_size"],
     )
     return lambda address, shape, strides: fill(address, *fixed, shape, strides, 0)
+
+
+class Encoded:
+    """A descriptor among a launch's arguments.
+
+    Its encoded form is reused while addresses and sizes stay the same.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.kept: dict[Any, Any] = {}
+
+    def encode(self, key: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """Encode one that is not kept."""
+        if len(self.kept) >= MOST_ENCODED:
+            self.kept.clear()
+        self.kept[key] = encoded = self.encoder(address, shape, strides)
+        return encoded
 
 
 def find(launch: Launch) -> Found:

@@ -1,10 +1,13 @@
-"""Tile shapes of the flash kernels, as data, and the pure function that picks one for a problem and an architecture.
+"""One call of flash attention; tile shapes of its kernels, as data, and the pure function that picks one for a problem
+and an architecture.
 
 Measured on an H200 (`hopper`); the other families are chosen by compiling for them: no or few spills, and shared memory
 that fits the smallest card of the family.
 """
 
 from typing import Literal, NamedTuple
+
+import torch
 
 from tilewise.ops._host.symbol import cached
 
@@ -14,6 +17,59 @@ Family = Literal["hopper", "blackwell", "medium", "small"]
 # Shared memory that one CTA may use, in bytes, on the smallest card of each family.
 SHARED_MEMORY: dict[Family, int] = {"hopper": 232_448, "blackwell": 232_448, "medium": 166_912, "small": 101_376}
 WIDTHS = (32, 64, 128, 256)
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0),
+    softcap 0 for none.
+
+    With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
+    then, and right may be < 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_q: torch.Tensor | None
+    cu_k: torch.Tensor | None
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float
+    key_stride: int | None = None
+
+    @property
+    def heads(self) -> int:
+        """Rows of the grid besides its tiles: query heads, of every batch entry where dense."""
+        return self.q.shape[-2] * (self.q.shape[0] if self.cu_q is None else 1)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+
+def make_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> Inputs:
+    """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths
+    share a kernel.
+
+    The last query stands at the last key, and sees all keys before it where left is as many; the first sees all after
+    it where right has as many as there are queries after it.
+    """
+    right = 0 if causal else right
+    left_cuts, right_cuts = 0 <= left < k.shape[-3] - 1, 0 <= right < q.shape[-3] - 1
+    return Inputs(q, k, v, cu_q, cu_k, left if left_cuts else None, right if right_cuts else None, scale, softcap)
 
 
 class Config(NamedTuple):

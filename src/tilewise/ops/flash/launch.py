@@ -1,16 +1,18 @@
-"""Flash attention launches: choose tiles, allocate, build the grid, launch. Plain tensors in and out; no autograd."""
+"""Flash attention launches: choose kernels (Hopper's own, in Gluon, or the portable ones) and tiles, allocate, build
+the grid, launch. Plain tensors in and out; no autograd.
+"""
 
 from typing import Any
 
 import torch
 
 from tilewise.ops._device.records import Heads, Offsets, RowStats, Scales, Strided, Taps, Tile
-from tilewise.ops._host import gluon
-from tilewise.ops._host.backend import architecture
+from tilewise.ops._host import backend, gluon
 from tilewise.ops._host.launching import (
     Launch,
     batch_size,
     descriptor,
+    fits_descriptor,
     lse_strides,
     padded_channels,
     read_strides,
@@ -18,23 +20,59 @@ from tilewise.ops._host.launching import (
     tile_slots,
     tile_widths,
     why_pointers,
+    why_unreadable,
 )
-from tilewise.ops._host.program import Operation
+from tilewise.ops._host.program import Operation, emit, note
 from tilewise.ops._host.symbol import compute
-from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import configs
-from tilewise.ops.flash.configs import Config
+from tilewise.ops.flash.configs import Config, Problem
+from tilewise.ops.flash.configs import Inputs as Inputs
+from tilewise.ops.flash.configs import make_inputs as make_inputs
+from tilewise.ops.flash.hopper import configs as hopper_configs
+from tilewise.ops.flash.hopper.configs import Direction
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
-from tilewise.ops.flash.problem import Inputs as Inputs
-from tilewise.ops.flash.problem import make_inputs as make_inputs
-from tilewise.ops.flash.problem import why_not_hopper
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
 
 LOG2E = 1.4426950408889634
 PREPARE_ROWS = 64
+
+
+def problem_of(inputs: Inputs, *gradients: torch.Tensor) -> Problem:
+    """What decides the tiles of a kernel that reads q, k, v and `gradients`."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    readable = all(fits_descriptor(x) for x in (q, k, v, *gradients))
+    return Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), readable)
+
+
+def why_not_hopper(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> str | None:
+    """Why the Hopper kernels do not take this call, which also reads `gradients`; None where they do."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.key_stride is not None:
+        return "keys at a stride"
+    if q.element_size() != 2:
+        return "fp32"
+    if not backend.compiles_for(q.device):
+        return "Gluon has no interpreter"
+    architecture = backend.architecture(q.device)
+    if architecture != hopper_configs.ARCHITECTURE:
+        return f"sm_{architecture} is not sm_{hopper_configs.ARCHITECTURE}"
+    if not gluon.usable():
+        return gluon.why_off()
+    unreadable = next(((i, x) for i, x in enumerate((q, k, v, *gradients)) if not hopper_launch.fits_tiles(x)), None)
+    problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), unreadable is None)
+    reason = hopper_configs.why_not(direction, problem)
+    if reason is None and unreadable is not None:
+        i, x = unreadable
+        return why_unreadable(("q", "k", "v", *("do",) * len(gradients))[i], x)
+    return reason
+
+
+def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
+    """Whether the Hopper kernels run this call, which also reads `gradients`."""
+    return why_not_hopper(direction, inputs, *gradients) is None
 
 
 def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:
@@ -114,7 +152,7 @@ def forward_launch(
 
 
 def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) -> Config:
-    problem, card = inputs.problem(*gradients), architecture(inputs.q.device)
+    problem, card = problem_of(inputs, *gradients), backend.architecture(inputs.q.device)
     config = configs.choose(kernel, problem, card)
     if not config.tma:
         note(inputs.q, _why_pointers, kernel, inputs, problem, card, *gradients)
@@ -122,7 +160,7 @@ def _choose(kernel: configs.Kernel, inputs: Inputs, *gradients: torch.Tensor) ->
 
 
 def _why_pointers(
-    kernel: configs.Kernel, inputs: Inputs, problem: configs.Problem, card: int, *gradients: torch.Tensor
+    kernel: configs.Kernel, inputs: Inputs, problem: Problem, card: int, *gradients: torch.Tensor
 ) -> str | None:
     """Why tiles do not come through tensor descriptors, where they could."""
     if not configs.choose(kernel, problem._replace(keys=configs.TINY_KEYS + 1, descriptors=True), card).tma:
@@ -256,7 +294,7 @@ def _choose_dkdv(inputs: Inputs, *gradients: torch.Tensor) -> Config:
     return config._replace(chunks=configs.divide_group(programs, inputs.group, steps))
 
 
-def _why_not_hopper(inputs: Inputs) -> str | None:
+def _why_not_hopper_backward(inputs: Inputs) -> str | None:
     """Why a backward is not for Hopper's own kernels; None where it is.
 
     Of the calls that they take, they leave the few whose groups the portable ones divide to keep a GPU busy.
@@ -310,7 +348,7 @@ def plan_backward(
     if not inputs.heads:
         return _empty(q), _empty(k), _empty(v)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
-    why_not = "the tiles are given" if portable else _why_not_hopper(inputs)
+    why_not = "the tiles are given" if portable else _why_not_hopper_backward(inputs)
     if why_not is None:
         return hopper_launch.plan_backward(inputs, o, lse, do, dlse, hopper_launch.choose_order(inputs, deterministic))
     note(q, _portable, why_not)

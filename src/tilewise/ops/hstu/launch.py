@@ -23,8 +23,7 @@ from tilewise.ops._host.launching import (
     tile_widths,
     why_pointers,
 )
-from tilewise.ops._host.program import Operation
-from tilewise.ops._host.template import emit, note
+from tilewise.ops._host.program import Operation, emit, note
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.hstu import configs
 from tilewise.ops.hstu.configs import Config

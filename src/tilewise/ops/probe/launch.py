@@ -2,7 +2,8 @@
 
 import torch
 
-from tilewise.ops._host.launching import Launch, run_all
+from tilewise.ops._host.launching import Launch
+from tilewise.ops._host.program import run_all
 from tilewise.ops.probe.kernels import probe_mixed_widths_kernel
 
 BLOCK = 64

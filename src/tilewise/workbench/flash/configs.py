@@ -46,7 +46,7 @@ def outcomes(entry: Entry, inputs: launch.Inputs, do: torch.Tensor, reference: R
         config = config._replace(tma=False)
     if entry.kernel == "fwd":
         return output_outcomes(launch.forward(inputs, config), reference, q, k, v)
-    o, lse = launch.forward(inputs, configs.choose("fwd", inputs.problem(), architecture(device)))
+    o, lse = launch.forward(inputs, configs.choose("fwd", launch.problem_of(inputs), architecture(device)))
     gradients = launch.backward(
         inputs, o, lse, do, None, config if entry.kernel == "dkdv" else None, config if entry.kernel == "dq" else None
     )

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import architecture
-from tilewise.ops._host.launching import run_all
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import TINY_KEYS, Family
 from tilewise.ops.flash.hopper import configs as hopper_configs

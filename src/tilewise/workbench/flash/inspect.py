@@ -13,12 +13,12 @@ from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
-from tilewise.ops._host.launching import run_all
+from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
-from tilewise.ops.flash.problem import takes
+from tilewise.ops.flash.launch import takes
 from tilewise.workbench.flash.configs import Entry
 from tilewise.workbench.flash.configs_hopper import SOFTCAP, ForwardEntry
 from tilewise.workbench.flash.configs_hopper import Entry as HopperEntry
@@ -44,8 +44,8 @@ def launches(architecture: int, dtype: torch.dtype, channels: int, variant: str)
     inputs = _inputs(dtype, channels, channels, variant)
     # Strided: for groups of 4 heads, one program each in dK/dV.
     chunks = inputs.group if inputs.key_stride else 1
-    fwd = configs.choose("fwd", inputs.problem(), architecture)
-    dkdv = configs.choose("dkdv", inputs.problem(), architecture)._replace(chunks=chunks)
+    fwd = configs.choose("fwd", launch.problem_of(inputs), architecture)
+    dkdv = configs.choose("dkdv", launch.problem_of(inputs), architecture)._replace(chunks=chunks)
     return both(architecture, f"D {channels} {variant}", inputs, fwd=fwd, dkdv=dkdv)
 
 

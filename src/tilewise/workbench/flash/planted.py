@@ -13,7 +13,7 @@ _WORK, _BLOCKS, _GRADIENTS, _FWD, _BWD, _SUM, _REACH = (
     "flash.hopper.fwd",
     "flash.hopper.bwd",
     "flash.hopper.sum",
-    "_device.mask",
+    "_device.hopper.semaphore",
 )
 _planted = partial(Mutant, capability=(9, 0))
 
@@ -34,31 +34,37 @@ PORTABLE = (
     Mutant(
         "sum-not-rescaled",
         "the running sum keeps the old maximum",
-        "_device.softmax",
+        "_device.scores",
         "l_new = l * rescale +",
         "l_new = l +",
     ),
-    Mutant("causal-short", "a query does not see itself", "_device.mask", _KEEP_RIGHT, "o_n < o_m + (off + right)"),
-    Mutant("causal-long", "a query sees the next key", "_device.mask", _KEEP_RIGHT, "o_n <= o_m + (off + right + 1)"),
-    Mutant("causal-top-left", "the mask is aligned at the top left", "_device.mask", _KEEP_RIGHT, "o_n <= o_m + right"),
-    Mutant("window-short", "the window's oldest key is lost", "_device.mask", _KEEP_LEFT, "o_n > o_m + (off - left)"),
+    Mutant("causal-short", "a query does not see itself", "_device.scores", _KEEP_RIGHT, "o_n < o_m + (off + right)"),
+    Mutant("causal-long", "a query sees the next key", "_device.scores", _KEEP_RIGHT, "o_n <= o_m + (off + right + 1)"),
     Mutant(
-        "window-long", "the window reaches one key too far", "_device.mask", _KEEP_LEFT, "o_n >= o_m + (off - left - 1)"
+        "causal-top-left", "the mask is aligned at the top left", "_device.scores", _KEEP_RIGHT, "o_n <= o_m + right"
+    ),
+    Mutant("window-short", "the window's oldest key is lost", "_device.scores", _KEEP_LEFT, "o_n > o_m + (off - left)"),
+    Mutant(
+        "window-long",
+        "the window reaches one key too far",
+        "_device.scores",
+        _KEEP_LEFT,
+        "o_n >= o_m + (off - left - 1)",
     ),
     Mutant(
-        "tail-unmasked", "keys past the end take part", "_device.mask", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"
+        "tail-unmasked", "keys past the end take part", "_device.scores", "m_keep = o_n < n_keys", "m_keep = o_n >= 0"
     ),
     Mutant(
         "tail-skipped",
         "the last, partial key tile is not read",
-        "_device.mask",
+        "_device.scores",
         "high = n_keys full_high",
         "high = n_keys // BLOCK_N * BLOCK_N\n    full_high",
     ),
     Mutant(
         "diagonal-unmasked",
         "tiles on the diagonal count as whole",
-        "_device.mask",
+        "_device.scores",
         "full_high = tl.minimum(n_keys, keys_before(i_m + 1",
         "full_high = tl.minimum(n_keys, keys_before(i_m + BLOCK_M",
     ),
@@ -89,35 +95,35 @@ PORTABLE = (
     Mutant(
         "lse-in-log2",
         "the LSE is a logarithm to base 2",
-        "_device.softmax",
+        "_device.scores",
         "(m + tl.log2(l)) * 0.6931471805599453",
         "m + tl.log2(l)",
     ),
     Mutant(
         "softcap-ignored",
         "scores are not capped",
-        "_device.softmax",
+        "_device.scores",
         "b_s = tanh(b_s * score_scale)",
         "b_s = b_s * score_scale",
     ),
     Mutant(
         "softcap-gradient",
         "the cap's derivative is dropped",
-        "_device.softmax",
+        "_device.scores",
         "b_ds = b_ds * (1.0 - b_s * b_s)",
         "b_ds = b_ds",
     ),
     Mutant(
         "empty-row-nan",
         "a row that sees nothing divides 0 by 0",
-        "_device.softmax",
+        "_device.scores",
         "seen = l != 0.0",
         "seen = l >= 0.0",
     ),
     Mutant(
         "empty-row-shift",
         "-inf minus -inf",
-        "_device.softmax",
+        "_device.scores",
         'shift = tl.where(m_new == float("-inf"), 0.0, m_new)',
         "shift = m_new",
     ),
@@ -138,14 +144,14 @@ PORTABLE = (
     Mutant(
         "delta-dropped",
         "softmax's second gradient term is dropped",
-        "_device.softmax",
+        "_device.scores",
         "b_ds = b_p * (b_dp - b_delta)",
         "b_ds = b_p * b_dp",
     ),
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.softmax",
+        "_device.scores",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),

@@ -7,9 +7,9 @@ _FWD, _BWD, _LAUNCH, _HISTORY, _SILU = (
     "hstu.kernels.bwd",
     "hstu.launch",
     "_device.history",
-    "_device.silu",
+    "_device.scores",
 )
-_MASK, _VARLEN = "_device.mask", "_device.rows"
+_MASK, _VARLEN = "_device.scores", "_device.rows"
 _KEPT = "m_keep = (o_m == o_n) | (d > 0)"
 _CONTEXT = "m_keep | ((at_m == 0) & (at_n < end))"
 _SLOPE = "b_p * (ratio - ratio * b_sigmoid) + b_sigmoid"

@@ -11,8 +11,8 @@ import torch
 from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops._host.backend import as_if_on
+from tilewise.ops.flash.configs import Inputs as FlashInputs
 from tilewise.ops.flash.configs import family
-from tilewise.ops.flash.problem import Inputs as FlashInputs
 from tilewise.ops.nsa import launch
 from tilewise.ops.nsa import launch as nsa
 from tilewise.ops.nsa.choose import launch as choose

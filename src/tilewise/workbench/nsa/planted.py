@@ -131,7 +131,7 @@ SELECTED = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.softmax",
+        "_device.scores",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),
@@ -247,7 +247,7 @@ ATTEND = (
     Mutant(
         "lse-gradient",
         "the LSE's incoming gradient is ignored",
-        "_device.softmax",
+        "_device.scores",
         "b_delta -= tl.load",
         "b_delta -= 0.0 * tl.load",
     ),

@@ -17,7 +17,7 @@ from mytorch.backends.gpu.matrix import Matrix
 from mytorch.backends.gpu.optimiser import Optimiser
 from mytorch.backends.gpu.rows import Rows
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops._host.launching import run_repeated
+from tilewise.ops._host.program import run_repeated
 from tilewise.ops.flash import launch as flash
 
 # Of a head, in the attention kernels.

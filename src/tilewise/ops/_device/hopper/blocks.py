@@ -22,8 +22,17 @@ from tilewise.ops._device.hopper.ring import (
     thread_barrier,
     tma_load,
 )
-from tilewise.ops._device.hopper.semaphore import BlockMessage, post_block, read_block, zero_accumulator
-from tilewise.ops._device.mask import first_from, head_and_slot, heads_of_sweep, query_tiles, tile_and_head
+from tilewise.ops._device.hopper.semaphore import (
+    BlockMessage,
+    first_from,
+    head_and_slot,
+    heads_of_sweep,
+    post_block,
+    query_tiles,
+    read_block,
+    tile_and_head,
+    zero_accumulator,
+)
 from tilewise.ops._device.rows import find_tile, first_slot, sequence_bounds
 
 

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.ops._device.hopper.ring import as_matrix, ring_at, thread_barrier
-from tilewise.ops._device.mask import meets_first
-from tilewise.ops._device.softmax import cap_scores
+from tilewise.ops._device.hopper.semaphore import meets_first
+from tilewise.ops._device.scores import cap_scores
 
 
 class Exchange(NamedTuple):
@@ -100,7 +100,7 @@ class Zeros(NamedTuple):
 
 @gluon.jit
 def mask_tile(b_pT, i_tile, half, limits, BLOCK_M: gl.constexpr, HALF_N: gl.constexpr):
-    """Pᵀ with 0 where a query does not see a key: as in `mask.keep`, counted from the warpgroup's first key."""
+    """Pᵀ with 0 where a query does not see a key: as in `scores.keep`, counted from the warpgroup's first key."""
     o_n = gl.expand_dims(gl.arange(0, HALF_N, gl.SliceLayout(1, b_pT.type.layout)), 1)
     o_q = gl.expand_dims(
         gl.arange(0, BLOCK_M, gl.SliceLayout(0, b_pT.type.layout)) + (i_tile * BLOCK_M + half.off - half.i_nw), 0

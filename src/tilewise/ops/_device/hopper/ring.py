@@ -3,7 +3,7 @@ mailbox in shared memory; and names that changed from Triton 3.6 to 3.9.
 
 A tile is `rows` tokens of one head, all channels. Rows past the end of a sequence, and channels past the last, read as
 0 and are never written: the tensor memory accelerator (TMA) does that, for packed sequences too, whose neighbours' rows
-it never touches (`tilewise.ops._host.hopper` makes the descriptors and says how). So kernels need not zero what lies
+it never touches (`flash.hopper.launch` makes the descriptors and says how). So kernels need not zero what lies
 outside.
 
 A ring is STAGES buffers that one warp fills and other warps empty, in order. Every buffer has two mbarriers, full and

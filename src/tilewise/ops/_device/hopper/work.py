@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.ops._device.hopper.ring import HeadRows, first_of_ring, load_tile, thread_barrier
-from tilewise.ops._device.mask import key_range
 from tilewise.ops._device.records import Window
 from tilewise.ops._device.rows import find_tile, sequence_bounds
+from tilewise.ops._device.scores import key_range
 
 # Rows of one warpgroup.
 ROWS = gl.constexpr(64)

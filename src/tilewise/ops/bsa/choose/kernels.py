@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
-from tilewise.ops._device.silu import silu_weights
+from tilewise.ops._device.scores import silu_weights
 
 SIZES = ("n_batch", "n_tokens", "n_choosing", "n_windows", "n_tiles")
 NONE = tl.constexpr(-(1 << 63))

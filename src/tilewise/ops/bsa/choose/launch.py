@@ -4,7 +4,7 @@ import torch
 
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, row_strides, tile_slots
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.program import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.choose.kernels import ChoiceShape, bsa_choose_kernel
 from tilewise.ops.flash.launch import LOG2E

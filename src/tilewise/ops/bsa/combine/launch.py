@@ -8,7 +8,7 @@ import torch
 
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, strided, tile_slots
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.program import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.combine.kernels import (
     Branch,

@@ -24,7 +24,7 @@ from tilewise.ops._device.blocks import (
     segment_rows,
 )
 from tilewise.ops._device.rows import load_plain, load_rows, store_plain, store_sums
-from tilewise.ops._device.silu import silu_slopes, silu_weights
+from tilewise.ops._device.scores import silu_slopes, silu_weights
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile")
 

@@ -10,7 +10,7 @@ import torch
 from tilewise.ops._device.blocks import KeySums, ListsShape
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, power_of_2, strided, tile_widths
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.program import emit
 from tilewise.ops.bsa import configs
 from tilewise.ops.bsa.selected.kernels import bsa_selected_bwd_kernel, bsa_selected_fwd_kernel
 from tilewise.ops.flash.launch import LOG2E

@@ -82,11 +82,12 @@ from tilewise.ops._device.hopper.semaphore import (
     ORDER_STAGES,
     Order,
     Ordering,
+    heads_of_sweep,
     keep_order,
     read_block,
     read_visits,
+    whole_tiles,
 )
-from tilewise.ops._device.mask import heads_of_sweep, whole_tiles
 from tilewise.ops._device.records import Limits
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.

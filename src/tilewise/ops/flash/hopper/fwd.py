@@ -52,9 +52,8 @@ from tilewise.ops._device.hopper.work import (
     own_tiles,
     read_item,
 )
-from tilewise.ops._device.mask import keep
 from tilewise.ops._device.records import Limits, Window
-from tilewise.ops._device.softmax import cap_scores, online_softmax_terms
+from tilewise.ops._device.scores import cap_scores, keep, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import by_head, key_blocks
+from tilewise.ops._device.hopper.semaphore import by_head, key_blocks
 from tilewise.ops._device.records import Limits, Rows
 from tilewise.ops._device.rows import locate_tile, other_side, store_rows
-from tilewise.ops._device.softmax import row_gradients
+from tilewise.ops._device.scores import row_gradients
 
 SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left", "right")
 

@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import diagonal, keep, key_range, keys_seen, query_range, zero_unseen
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows
-from tilewise.ops._device.softmax import cap_scores, row_gradients, score_gradient
-from tilewise.ops._device.tap import tap_step
+from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows, tap_step
+from tilewise.ops._device.scores import (
+    cap_scores,
+    diagonal,
+    keep,
+    key_range,
+    keys_seen,
+    query_range,
+    row_gradients,
+    score_gradient,
+    zero_unseen,
+)
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 # Not n_queries (a multiple of 16 lets rows of lse and delta be read in whole vectors), group (of 1 it needs no loop)

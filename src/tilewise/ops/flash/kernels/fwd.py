@@ -12,11 +12,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.mask import diagonal, keep, key_range, keys_seen
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows
-from tilewise.ops._device.softmax import cap_scores, online_softmax_step, softmax_finish
-from tilewise.ops._device.tap import tap_once, tap_step
+from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows, tap_once, tap_step
+from tilewise.ops._device.scores import (
+    cap_scores,
+    diagonal,
+    keep,
+    key_range,
+    keys_seen,
+    online_softmax_step,
+    softmax_finish,
+)
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "group", "n_queries", "n_keys", "left", "right")

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.history import history_end, kept_pairs, keys_of
-from tilewise.ops._device.mask import diagonal, keys_seen
 from tilewise.ops._device.records import History, Pairs, Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_ordered, same_or_other_side, store_rows
-from tilewise.ops._device.silu import silu_weights
-from tilewise.ops._device.tap import tap_once, tap_step
+from tilewise.ops._device.rows import load_rows, locate_ordered, same_or_other_side, store_rows, tap_once, tap_step
+from tilewise.ops._device.scores import diagonal, keys_seen, silu_weights
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_tiles", "n_heads", "n_queries", "n_keys", "left", "right", "context")

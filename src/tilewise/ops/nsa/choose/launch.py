@@ -15,7 +15,7 @@ from tilewise.ops._host.launching import (
     tile_slots,
     why_pointers,
 )
-from tilewise.ops._host.template import emit, note
+from tilewise.ops._host.program import emit, note
 from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tilewise.ops._host.launching import Launch, padded_channels
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.program import emit
 from tilewise.ops.nsa.combine.kernels import nsa_combine_bwd_kernel, nsa_combine_fwd_kernel
 
 # Elements of one program.

@@ -11,7 +11,7 @@ import torch
 
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, row_strides, tile_slots
-from tilewise.ops._host.template import emit
+from tilewise.ops._host.program import emit
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa.compress.kernels import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel, nsa_windows_kernel
 from tilewise.ops.nsa.problem import window_count

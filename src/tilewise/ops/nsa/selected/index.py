@@ -11,8 +11,8 @@ import torch
 from tilewise.ops._device.blocks import Lists, ListSizes, Naming, Unions
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, batch_size, pieces, power_of_2, tile_slots, tile_widths
+from tilewise.ops._host.program import emit, note
 from tilewise.ops._host.symbol import compute
-from tilewise.ops._host.template import emit, note
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected.kernels.index import (
     nsa_index_count_kernel,

@@ -22,8 +22,8 @@ from tilewise.ops._host.launching import (
     tile_widths,
     why_pointers,
 )
+from tilewise.ops._host.program import emit, note
 from tilewise.ops._host.symbol import compute
-from tilewise.ops._host.template import emit, note
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected import index

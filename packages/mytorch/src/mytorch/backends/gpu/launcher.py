@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mytorch.backends.base import Shape
 from mytorch.dtypes import DType
-from tilewise.ops._host.launching import Repeated
+from tilewise.ops._host.start import Repeated
 from tilewise.ops._host.template import empty
 
 Array = torch.Tensor

@@ -29,7 +29,7 @@ from tilewise.ops._device.blocks import (
 )
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import load_rows
-from tilewise.ops._device.softmax import softmax_finish
+from tilewise.ops._device.scores import softmax_finish
 
 SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 

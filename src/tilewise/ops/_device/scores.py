@@ -1,4 +1,4 @@
-"""Keep-masks of windowed attention, and the ranges of tiles that follow from them.
+"""Scores of a tile: which of them take part, the tiles that follow from that, and what weights they become.
 
 Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`: a `Window`. A limit of
 None does not exist; causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
@@ -6,17 +6,15 @@ None does not exist; causal is `right = 0`. The same predicate serves forward, d
 With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes
 part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
 
-Which query tiles meet which blocks of keys in windowed attention, seen from both sides, and in which order a
-backward visits them.
-
-A backward that owns keys walks the query tiles that meet its block; the accumulator of a query tile's gradient needs to
-know, from the same rule, which blocks add to it and which of them is the first. The mask is that of `mask.keep`.
+Softmax is computed online and in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a probability.
+SiLU attention's weights are `p = gain · s · sigmoid(alpha · s)` of a score s; a gain of None is 1.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Runs, TailRuns
+from tilewise.ops._device.rows import load_rows
 
 
 @triton.jit
@@ -146,111 +144,136 @@ def query_range(
 
 
 @triton.jit
-def query_tiles(i_n, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first of the query tiles that meet keys `i_n .. i_n + BLOCK_N`, and the one after the last; none where those
-    keys do not exist.
+def tanh(x):
+    """tanh to fp32 rounding: a polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel (libdevice is missing in the
+    interpreter).
     """
-    off = n_keys - n_queries
-    low = 0
-    high = n_queries
-    if limits.right is not None:
-        low = tl.maximum(i_n - off - limits.right, 0) // BLOCK_M
-    if limits.left is not None:
-        high = tl.maximum(tl.minimum(n_queries, i_n + BLOCK_N - off + limits.left), 0)
-    high = tl.where(i_n < n_keys, tl.cdiv(high, BLOCK_M), 0)
-    return low, tl.maximum(high, low)
+    z = x * x
+    poly = (
+        ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+    ) * z - 3.33332819422e-1
+    near = poly * z * x + x
+    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
 
 
 @triton.jit
-def whole_tiles(i_n, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the tiles that `query_tiles` gives, the first that needs no mask and the one after the last; none where a key
-    lies past the end.
-
-    A tile that runs past the last query needs none for that: those rows' probabilities are 0.
+def cap_scores(b_s, score_scale):
+    """Scores under softcap, in units of softcap: `tanh(scale / softcap · s)`; unchanged where there is none
+    (score_scale is None).
     """
-    off = n_keys - n_queries
-    low = 0
-    high = tl.cdiv(n_queries, BLOCK_M)
-    if limits.right is not None:
-        low = tl.cdiv(tl.maximum(i_n + (BLOCK_N - 1) - off - limits.right, 0), BLOCK_M)
-    if limits.left is not None:
-        high = tl.maximum(i_n + 1 - off + limits.left, 0) // BLOCK_M
-    return low, tl.where(i_n + BLOCK_N <= n_keys, high, 0)
+    if score_scale is not None:
+        b_s = tanh(b_s * score_scale)
+    return b_s
 
 
 @triton.jit
-def key_blocks(i_m, n_queries, n_keys, limits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first of the blocks of keys that meet the query tile whose first row is `i_m`, and the one after the last."""
-    off = n_keys - n_queries
-    first = 0
-    high = n_keys
-    if limits.left is not None:
-        first = tl.maximum(i_m + off - limits.left, 0) // BLOCK_N
-    if limits.right is not None:
-        high = tl.minimum(n_keys, i_m + BLOCK_M + off + limits.right)
-    return first, tl.cdiv(tl.maximum(high, 0), BLOCK_N)
+def score_gradient(b_p, b_dp, b_delta, b_s, score_scale):
+    """The gradient of the plain scores, but for `scale`, from probabilities, their gradient, delta and cap_scores'
+    result.
+    """
+    b_ds = b_p * (b_dp - b_delta)
+    if score_scale is not None:
+        b_ds = b_ds * (1.0 - b_s * b_s)
+    return b_ds
 
 
 @triton.jit
-def head_and_slot(place, n_slots, n_heads, together):
-    """Head and slot at a position in the work order: `together` heads at a time, and of those all with the same slot in
-    a row.
+def online_softmax_terms(b_s, m, scale_log2, MASKED: tl.constexpr):
+    """One step over scores `b_s` [M, N] (-inf where masked) and running maximum `m` (base 2), scale_log2 > 0.
 
-    Of one head, the slots come in ascending order.
+    Returns the probabilities relative to the new maximum, the new m, and the factor that earlier sums must be
+    multiplied by.
     """
-    i_bundle = place // (together * n_slots)
-    inside = place - i_bundle * (together * n_slots)
-    width = tl.minimum(together, n_heads - i_bundle * together)
-    return i_bundle * together + inside % width, inside // width
+    m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
+    shift = m_new
+    if MASKED:
+        # A row that has seen nothing yet keeps -inf: shift it by 0 instead, so that its terms are 0 and not NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = tl.exp2(b_s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(m - shift)
+    return b_p, m_new, rescale
 
 
 @triton.jit
-def first_from(i_n, off, limits, BLOCK_M: tl.constexpr):
-    """Under a left limit, the query tile from which on the block of keys at `i_n` is the first of those that meet a
-    tile: see `meets_first`.
-    """
-    first = 0
-    if limits.left is not None:
-        first = tl.where(i_n == 0, 0, tl.cdiv(tl.maximum(i_n + limits.left - off, 0), BLOCK_M))
-    return first
+def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
+    """The same with the running sum `l`, whose new value comes before the factor."""
+    b_p, m_new, rescale = online_softmax_terms(b_s, m, scale_log2, MASKED)
+    l_new = l * rescale + tl.sum(b_p, 1)
+    return b_p, m_new, l_new, rescale
 
 
 @triton.jit
-def meets_first(i_tile, first, i_block, limits):
-    """Whether a block of keys is the first that meets a query tile, of those that it meets; `first` comes from
-    `first_from`.
-
-    Without a left limit the first block of all is, so that a loop need not hold `first`.
-    """
-    is_first = i_block == 0
-    if limits.left is not None:
-        is_first = i_tile >= first
-    return is_first
+def softmax_finish(acc, m, l):
+    """Output and natural LSE from the final sums: 0 and -inf for a row that saw nothing."""
+    # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
+    seen = l != 0.0
+    l = tl.where(seen, l, 1.0)
+    b_o = acc / l[:, None]
+    b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+    return b_o, b_lse
 
 
 @triton.jit
-def heads_of_sweep(group, SWEEPS: tl.constexpr):
-    """Of how many of a group's query heads one sweep over a block's query tiles visits each tile: of one if it SWEEPS
-    once for each head.
+def row_gradients(
+    o_rows,
+    do_rows,
+    lse,
+    dlse,
+    dlse_strides,
+    i_m,
+    n_heads,
+    n_queries,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """delta = rowsum(o · do) - dlse, and the LSE in base 2, for rows `i_m .. i_m + BLOCK_M`; where these are in
+    `[..., H, T]`, and which exist.
+
+    Rows that saw nothing, or lie past the end, have an LSE of +inf, so that their probabilities are 0; past the end
+    delta is 0.
     """
-    inside = group
-    if SWEEPS:
-        inside = 1
-    return inside
+    b_o = load_rows(o_rows, i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+    b_do = load_rows(do_rows, i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+    b_delta = tl.sum(b_o * b_do, 1)
+    o_m = i_m + tl.arange(0, BLOCK_M)
+    o_t = (o_rows.start + o_m).to(tl.int64)
+    o_row = (tl.cast(o_rows.i_b, tl.int64) * n_heads + o_rows.i_h) * n_queries + o_t
+    b_lse = tl.load(lse + o_row, mask=o_m < o_rows.n_rows, other=float("-inf"))
+    if dlse is not None:
+        p_dlse = (
+            dlse
+            + tl.cast(o_rows.i_b, tl.int64) * dlse_strides.batch
+            + tl.cast(o_rows.i_h, tl.int64) * dlse_strides.head
+            + o_t * dlse_strides.token
+        )
+        b_delta -= tl.load(p_dlse, mask=o_m < o_rows.n_rows, other=0.0)
+    b_lse_log2 = tl.where(b_lse != float("-inf"), b_lse * 1.4426950408889634, float("inf"))
+    return b_delta, b_lse_log2, o_row, o_m < o_rows.n_rows
 
 
 @triton.jit
-def tile_and_head(i_visit, inside):
-    """Query tile, and which of a sweep's `inside` heads, of a visit: those are numbered tile by tile, and inside a tile
-    head by head.
-    """
-    return i_visit // inside, i_visit % inside
+def sigmoid(b_s, alpha_log2):
+    """`1 / (1 + 2 ** (-alpha_log2 · s))`, in two fast operations and no division: the square of a reciprocal root."""
+    b_root = tl.rsqrt(1.0 + tl.exp2(b_s * -alpha_log2))
+    return b_root * b_root
 
 
 @triton.jit
-def by_head(i_tile, n_slots, inside):
-    """The number of a tile, head by head, of the one that has `i_tile` where the `inside` heads of a sweep come inside
-    of a slot.
-    """
-    i_slot, i_g = tile_and_head(i_tile, inside)
-    return (i_slot // n_slots * inside + i_g) * n_slots + i_slot % n_slots
+def silu_weights(b_s, alpha_log2, gain):
+    """The weights of scores."""
+    b_p = b_s * sigmoid(b_s, alpha_log2)
+    if gain is not None:
+        b_p = b_p * gain
+    return b_p
+
+
+@triton.jit
+def silu_slopes(b_s, alpha_log2, gain, ratio):
+    """Weights and their derivatives by the scores, but for a factor `gain`; `ratio` is alpha / gain."""
+    b_sigmoid = sigmoid(b_s, alpha_log2)
+    b_p = b_s * b_sigmoid
+    if gain is not None:
+        b_p = b_p * gain
+    return b_p, b_p * (ratio - ratio * b_sigmoid) + b_sigmoid
