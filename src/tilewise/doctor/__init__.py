@@ -133,7 +133,7 @@ def _miscompile() -> Finding:
     # In a separate process: wrong code may kill it, or its GPU context.
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "tilewise.ops.probe"], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "tilewise.ops.probe.launch"], capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
         return Finding(subject, "the probe did not end within two minutes", "note", advice)

@@ -282,6 +282,7 @@ class Placed:
         self._address = address
 
     def data_ptr(self) -> int:
+        """The address."""
         return self._address
 
 

@@ -1,4 +1,7 @@
-"""Runs the probe."""
+"""A probe of the compiler: does this Triton get products of tiles of different widths right?
+
+`python -m tilewise.ops.probe.launch` prints the probe's error: in a separate process, since wrong code may crash it.
+"""
 
 import torch
 
@@ -32,3 +35,7 @@ def mixed_widths_error(device: torch.device) -> float:
     scores = (do.double() @ v.double().T).to(torch.bfloat16).double()
     expected = torch.cat([scores @ k.double(), scores.T @ q.double()])
     return ((torch.cat([dq, dk]).double() - expected).norm() / expected.norm()).item()
+
+
+if __name__ == "__main__":
+    print(mixed_widths_error(torch.device("cuda")))

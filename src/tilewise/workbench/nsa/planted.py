@@ -9,7 +9,7 @@ _FWD, _BWD, _INDEX, _BLOCKS = (
     "_device.blocks",
 )
 _SELECTED = "nsa.selected.launch"
-_CHOOSE, _COMPRESS, _COMBINE = "nsa.choose.kernels", "nsa.compress.kernels", "nsa.combine.kernels"
+_CHOOSE, _COMPRESS, _COMBINE = "nsa.choose.kernels", "nsa.compress.kernels", "nsa.kernels"
 _KEPT = "kept = tl.minimum(o_t + 1, n_keys) - i_key"
 _PAIRS = "b_ds = b_p * (b_dp - b_delta[:, None])"
 

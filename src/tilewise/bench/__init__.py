@@ -1,1 +1,0 @@
-"""Speed compared with what a user would pick instead; only correct implementations are timed."""

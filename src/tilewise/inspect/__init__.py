@@ -1,1 +1,0 @@
-"""What the compiler makes of a kernel, with no GPU."""

@@ -1,1 +1,0 @@
-"""The operators, one folder each."""

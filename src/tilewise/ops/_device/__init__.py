@@ -1,1 +1,0 @@
-"""Device helpers that every kernel shares: triton only, no torch."""

@@ -1,1 +1,0 @@
-"""Device helpers of the kernels written in Gluon for Hopper."""

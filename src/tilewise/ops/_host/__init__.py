@@ -1,1 +1,0 @@
-"""Host helpers that every launcher shares."""

@@ -1,1 +1,0 @@
-"""Kernels of Hopper's own, in Gluon: device code, tile sizes and launches."""

@@ -1,1 +1,0 @@
-"""HSTU attention: SiLU in place of softmax, over packed sequences."""

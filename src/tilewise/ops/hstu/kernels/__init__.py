@@ -1,1 +1,0 @@
-"""Portable kernels, forward and backward: device code alone."""

@@ -1,1 +1,0 @@
-"""Native sparse attention: compressed, selected and near keys, each branch with a gate."""
