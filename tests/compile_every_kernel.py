@@ -10,8 +10,8 @@ import sys
 import torch
 
 from tilewise.inspect.compile import compile_launch
+from tilewise.inspect.facts import Wanted
 from tilewise.inspect.launches import Labelled, captured
-from tilewise.inspect.request import Wanted
 from tilewise.inspect.worker import wanted_launches
 from tilewise.ops.probe.launch import mixed_widths_error
 

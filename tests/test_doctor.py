@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tilewise import cli, doctor
-from tilewise.doctor import gpu as doctor_gpu
 from tilewise.doctor import machine as doctor_machine
 from tilewise.doctor.bug_report import environment
 from tilewise.doctor.machine import Finding
@@ -110,7 +109,7 @@ def test_an_old_gpu_is_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    (finding,) = doctor_gpu.gpus()
+    (finding,) = doctor_machine.gpus()
     assert finding.level == "problem"
     assert finding.found == "Tesla T4, sm_75, 16 GiB"
 
@@ -142,7 +141,7 @@ def test_the_probe_is_right_where_nothing_is_miscompiled(device):
 
 STATE = dict(
     zip(
-        doctor_gpu.STATE,
+        doctor_machine.STATE,
         (
             "0",
             "570.1",
@@ -195,7 +194,7 @@ def levels(findings):
 
 def test_a_gpu_at_rest_is_well(gpu, smi):
     smi(answer())
-    findings = list(doctor_gpu.states())
+    findings = list(doctor_machine.states())
     assert levels(findings) == {"driver": "ok", "GPU 0 memory": "ok", "GPU 0 clocks": "ok", "GPU 0 power": "ok"}
     assert findings[0].found.startswith("570.1; torch is built with CUDA")
     assert findings[2].found == "1980 of 1980 MHz, memory 3201 MHz, 45 °C"
@@ -213,7 +212,7 @@ def test_a_gpu_at_rest_is_well(gpu, smi):
 )
 def test_what_makes_times_doubtful_is_a_note_with_advice(gpu, smi, changes, reasons, subject, words):
     smi(answer(", ".join((STATE | changes).values()), reasons, "71\\n72\\n"))
-    finding = next(finding for finding in doctor_gpu.states() if finding.subject == subject)
+    finding = next(finding for finding in doctor_machine.states() if finding.subject == subject)
     assert finding.level == "note"
     assert words in finding.found
     assert finding.advice
@@ -223,9 +222,9 @@ def test_what_this_process_holds_itself_is_no_finding(gpu, smi, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 19_500 * 2**20)
     smi(answer(", ".join((STATE | {"memory.used": "20000"}).values()), apps=f"{os.getpid()}\\n"))
-    assert levels(doctor_gpu.states())["GPU 0 memory"] == "ok"
+    assert levels(doctor_machine.states())["GPU 0 memory"] == "ok"
     smi(answer(", ".join((STATE | {"memory.used": "30000"}).values()), apps=f"{os.getpid()}\\n71\\n"))
-    assert next(finding for finding in doctor_gpu.states() if "memory" in finding.subject).found.endswith(
+    assert next(finding for finding in doctor_machine.states() if "memory" in finding.subject).found.endswith(
         "(processes on GPUs: 71)"
     )
 
@@ -233,7 +232,7 @@ def test_what_this_process_holds_itself_is_no_finding(gpu, smi, monkeypatch):
 @pytest.mark.parametrize("reasons", ["0x0000000000000001", "0x0000000000000000", "[N/A]"])
 def test_an_idle_gpu_is_not_throttled(gpu, smi, reasons):
     smi(answer(", ".join((STATE | {"clocks.sm": "345"}).values()), reasons))
-    assert set(levels(doctor_gpu.states()).values()) == {"ok"}
+    assert set(levels(doctor_machine.states()).values()) == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -249,21 +248,21 @@ def test_an_idle_gpu_is_not_throttled(gpu, smi, reasons):
 )
 def test_an_nvidia_smi_that_says_nothing_is_a_note(gpu, smi, lines):
     smi(lines)
-    (finding,) = doctor_gpu.states()
+    (finding,) = doctor_machine.states()
     assert (finding.subject, finding.level) == ("nvidia-smi", "note")
 
 
 def test_numbers_that_are_none_are_repeated_and_nothing_more(gpu, smi):
     smi(answer(", ".join(["0", "570.1", *["[N/A]"] * (len(STATE) - 2)])))
-    assert set(levels(doctor_gpu.states()).values()) == {"ok"}
+    assert set(levels(doctor_machine.states()).values()) == {"ok"}
 
 
 def test_an_nvidia_smi_that_hangs_or_is_missing_is_a_note(gpu, smi, monkeypatch):
-    monkeypatch.setattr(doctor_gpu, "SECONDS", 0.05)
+    monkeypatch.setattr(doctor_machine, "SECONDS", 0.05)
     smi("exec sleep 20")
-    assert levels(doctor_gpu.states()) == {"nvidia-smi": "note"}
+    assert levels(doctor_machine.states()) == {"nvidia-smi": "note"}
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert levels(doctor_gpu.states()) == {"nvidia-smi": "note"}
+    assert levels(doctor_machine.states()) == {"nvidia-smi": "note"}
 
 
 @pytest.mark.parametrize(("flash", "level"), [(True, "ok"), (False, "note")])
@@ -271,7 +270,7 @@ def test_torchs_attention(gpu, monkeypatch, flash, level):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-    (finding,) = doctor_gpu.baselines()
+    (finding,) = doctor_machine.baselines()
     assert finding.level == level
     assert "cuDNN 91002" in finding.found
     assert ("FlashAttention-2" in finding.found) == flash
@@ -285,7 +284,7 @@ def test_a_ptxas_that_does_not_run(monkeypatch):
         raise RuntimeError("cannot find ptxas")
 
     monkeypatch.setattr(compiler, "get_ptxas", fail)
-    assert doctor_gpu.ptxas() == Finding(
+    assert doctor_machine.ptxas() == Finding(
         "ptxas",
         "does not run (RuntimeError)",
         "note",

@@ -14,7 +14,7 @@ from battery import check
 from compiling import run_compiling
 
 from tilewise import workbench
-from tilewise.inspect.allowances import operators
+from tilewise.inspect.command import operators
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,8 @@ from tilewise.bench.contender import (
 from tilewise.bench.result import Ceiling, Verified
 from tilewise.bench.run import Bench
 from tilewise.bench.timing import Clock
-from tilewise.verify.problem import make_fill
 from tilewise.verify.result import Implementation, Result
-from tilewise.verify.suite import Case
+from tilewise.verify.suite import Case, make_fill
 from tilewise.workbench.operator import Benchmark
 
 jsonschema = pytest.importorskip("jsonschema")

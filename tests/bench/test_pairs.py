@@ -8,7 +8,7 @@ import torch
 from tilewise import workbench
 from tilewise.bench.dense import ended_windows, in_blocks, in_window
 from tilewise.ops.nsa import reference as nsa
-from tilewise.verify.problem import make_fill
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.bsa.cases import Bsa
 from tilewise.workbench.flash.cases import Flash
 from tilewise.workbench.hstu.cases import Hstu
@@ -19,7 +19,7 @@ from tilewise.workbench.nsa.cases_selected import NsaSelected
 
 def count(name, problem):
     """As a run counts it, on the reference's outputs."""
-    from tilewise.verify.evaluate import evaluate
+    from tilewise.verify.implementation import evaluate
 
     tensors = problem.tensors(make_fill("random", 0))
     outputs = evaluate(problem, workbench.find(name).load("reference"), tensors, torch.float64, None)

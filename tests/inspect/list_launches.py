@@ -7,8 +7,8 @@ import json
 import torch
 
 from tilewise import workbench
-from tilewise.inspect.allowances import operators
-from tilewise.inspect.request import Wanted
+from tilewise.inspect.command import operators
+from tilewise.inspect.facts import Wanted
 from tilewise.inspect.worker import wanted_launches
 
 checked = [one for _, one in wanted_launches(Wanted(operators(), every=False), 90)]

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from tilewise import workbench
 from tilewise.cli import app
-from tilewise.inspect import allowances, command
-from tilewise.inspect.facts import Facts
-from tilewise.inspect.request import Row, read_rows, write_rows
+from tilewise.inspect import command
+from tilewise.inspect.facts import Facts, Row, read_rows, write_rows
 from tilewise.inspect.text import diff_lines, line
 
 FACTS = Facts(
@@ -130,7 +129,7 @@ def test_a_saved_file_is_older_than_what_is_compiled_now(tmp_path, monkeypatch):
         (("--check", "--arch", "sm_90"), "nothing else"),
         (("flash", "--json", "no/such/folder.json"), "expected the name of a file"),
         (("no_such.json",), "expected a file that tilewise inspect --json wrote"),
-        ((str(allowances.FILE),), "its schema is not tilewise.inspect"),
+        ((str(command.FILE),), "its schema is not tilewise.inspect"),
     ],
 )
 def test_wrong_usage(words, says):
@@ -177,24 +176,24 @@ SMALL = replace(ROW, architecture=86, facts=replace(FACTS, architecture=86, wgmm
     ],
 )
 def test_a_kernel_that_breaks_a_rule_is_named(row, says):
-    allowed = allowances.Allowances(spilled={"sm_90": {ROW.place: 11}})
-    assert allowances.violations([row], allowed) == [f"sm_90 {row.place}: {says}"]
+    allowed = command.Allowances(spilled={"sm_90": {ROW.place: 11}})
+    assert command.violations([row], allowed) == [f"sm_90 {row.place}: {says}"]
     # What is measured is allowed, but for what does not fit or compile.
     beyond = row.facts is None or row.facts.shared_memory > 232_448 or row.facts.spills_in_loops is None
-    assert bool(allowances.violations([row], allowances.measured([row]))) == beyond
+    assert bool(command.violations([row], command.measured([row]))) == beyond
 
 
 def test_what_keeps_to_the_rules():
-    allowed = allowances.Allowances(spilled={"sm_90": {ROW.place: 11}})
+    allowed = command.Allowances(spilled={"sm_90": {ROW.place: 11}})
     spilling = replace(ROW, facts=replace(FACTS, spill_stores=11))
     adding = replace(ROW, facts=replace(FACTS, multiplies=False, wgmma=False))
-    assert allowances.violations([ROW, spilling, adding, SMALL], allowed) == []
+    assert command.violations([ROW, spilling, adding, SMALL], allowed) == []
 
 
 def test_a_persistent_kernel_may_spill_at_the_end_of_an_item():
     """Which is inside of its loop over items."""
     row = replace(ROW, kernel="flash_bwd_hopper_kernel", facts=replace(FACTS, spill_stores=8, spills_in_loops=2))
-    assert allowances.violations([row], allowances.Allowances(spilled={"sm_90": {row.place: 8}})) == []
+    assert command.violations([row], command.Allowances(spilled={"sm_90": {row.place: 8}})) == []
 
 
 @pytest.mark.parametrize(
@@ -203,34 +202,30 @@ def test_a_persistent_kernel_may_spill_at_the_end_of_an_item():
 def test_shared_memory_is_held_to_what_each_card_has(architecture, limit):
     facts = replace(FACTS, architecture=architecture, wgmma=False)
     row = replace(ROW, architecture=architecture, facts=facts)
-    assert architecture in allowances.ARCHITECTURES
-    assert (
-        allowances.violations([replace(row, facts=replace(facts, shared_memory=limit))], allowances.Allowances()) == []
-    )
-    (line, *_) = allowances.violations(
-        [replace(row, facts=replace(facts, shared_memory=limit + 1))], allowances.Allowances()
-    )
+    assert architecture in command.ARCHITECTURES
+    assert command.violations([replace(row, facts=replace(facts, shared_memory=limit))], command.Allowances()) == []
+    (line, *_) = command.violations([replace(row, facts=replace(facts, shared_memory=limit + 1))], command.Allowances())
     assert f"takes {limit + 1:,} bytes of shared memory, and a block may have {limit:,}" in line
 
 
 def test_every_operator_fits_the_smallest_card():
     large = replace(SMALL, facts=replace(SMALL.facts, shared_memory=101_377))
-    lines = allowances.violations([large, replace(SMALL, operator="nsa")], allowances.Allowances())
+    lines = command.violations([large, replace(SMALL, operator="nsa")], command.Allowances())
     assert lines[1:] == ["sm_86 flash: no configuration fits 101,376 bytes of shared memory"]
-    assert len(allowances.violations([large, replace(SMALL, label="D 64 packed")], allowances.Allowances())) == 1
+    assert len(command.violations([large, replace(SMALL, label="D 64 packed")], command.Allowances())) == 1
 
 
 def test_only_update_writes_the_allowances(tmp_path, monkeypatch):
     file = tmp_path / "allowances.json"
-    monkeypatch.setattr(allowances, "FILE", file)
+    monkeypatch.setattr(command, "FILE", file)
     rows = [replace(ROW, facts=replace(FACTS, spill_stores=8)), SMALL]
     monkeypatch.setattr(command, "_compile", lambda *_: rows)
-    allowances.write_allowances(allowances.Allowances())
+    command.write_allowances(command.Allowances())
     before = file.read_text()
     assert "✗ sm_90 flash D 64 causal: flash_fwd_kernel: spills 8 bytes" in inspect("--check", code=1)
     assert file.read_text() == before
     assert "PASS: all 2 kernels" in inspect("--check", "--update")
-    assert allowances.read_allowances().spilled == {"sm_90": {ROW.place: 8}}
+    assert command.read_allowances().spilled == {"sm_90": {ROW.place: 8}}
     assert "PASS" in inspect("--check")
     rows[0] = replace(ROW, facts=replace(FACTS, spill_stores=9, ptxas="14.0"))
     output = inspect("--check", code=1)

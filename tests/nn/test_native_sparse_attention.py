@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.nn import NativeSparseAttention, WindowCompression
-from tilewise.nn.compression import windows_of
+from tilewise.nn.native_sparse_attention import windows_of
 from tilewise.nn.rotary import packed_positions, rotate
 from tilewise.ops.nsa import reference
 

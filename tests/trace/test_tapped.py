@@ -8,7 +8,7 @@ from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.simulate import Options
 from tilewise.ops.nsa.simulate import compressed_options
 from tilewise.trace.explain import first_divergence, judge
-from tilewise.workbench.flash import tapped
+from tilewise.workbench.flash import trace
 from tilewise.workbench.flash.programs import HEADS, Case
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_taps_agree_with_the_simulation(program, tokens, mask, dtype, device):
     case, do = make(tokens, mask, dtype, device)
     config = Config(32, 32, 4, 1)
     with interpreter.quiet():
-        traces = [tapped.tap_forward(case, config, program), *tapped.tap_backward(case, do, config, program)]
+        traces = [trace.tap_forward(case, config, program), *trace.tap_backward(case, do, config, program)]
     for traced in traces:
         rows, row = verdict(traced, dtype)
         assert row is None, (traced.part, traced.place, row)
@@ -51,6 +51,6 @@ def test_taps_agree_with_the_simulation(program, tokens, mask, dtype, device):
 def test_a_wrong_value_is_seen(device):
     case, _ = make(64, "none", torch.bfloat16, device)
     with interpreter.quiet():
-        traced = tapped.tap_forward(case, Config(32, 32, 4, 1), 0)
+        traced = trace.tap_forward(case, Config(32, 32, 4, 1), 0)
     traced.kernel["L_1"][3] *= 1.01
     assert verdict(traced, torch.bfloat16)[1].name == "L_1"

@@ -15,10 +15,9 @@ from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.verify.api import verify
 from tilewise.verify.choices import DTYPES, compare_choices
 from tilewise.verify.compare import DTYPE, WRONG
-from tilewise.verify.problem import make_fill
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
-from tilewise.verify.suite import GROWTH
+from tilewise.verify.suite import GROWTH, make_fill
 from tilewise.workbench.bsa.cases import CASES, LAYOUTS, SUITE, Bsa
 
 _spec = importlib.util.spec_from_file_location(

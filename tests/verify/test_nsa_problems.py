@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 
 from tilewise.ops.nsa import reference
-from tilewise.verify.evaluate import WrongReturnError, evaluate
-from tilewise.verify.problem import make_fill
+from tilewise.verify.implementation import WrongReturnError, evaluate
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.nsa import cases as nsa
 from tilewise.workbench.nsa import cases_attend as nsa_attend
 from tilewise.workbench.nsa import cases_compressed as nsa_compressed

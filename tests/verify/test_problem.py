@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import workbench
-from tilewise.verify.problem import cut, make_fill, place, transposed
-from tilewise.verify.suite import Suite
+from tilewise.verify.suite import Suite, cut, make_fill, place, transposed
 from tilewise.workbench.flash.cases import CASES, Flash, draw
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from tilewise.verify.evaluate import pinned
+from tilewise.verify.implementation import pinned
 from tilewise.verify.watch import Watch, peak_memory
 
 NAMES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")

@@ -13,10 +13,9 @@ import torch
 
 from tilewise.bench.result import Verified
 from tilewise.verify.choices import implementations
-from tilewise.verify.evaluate import flat_outputs
-from tilewise.verify.implementation import load_function
-from tilewise.verify.problem import Problem, Tensors
+from tilewise.verify.implementation import flat_outputs, load_function
 from tilewise.verify.result import Check, Implementation, Result, Settings
+from tilewise.verify.suite import Problem, Tensors
 from tilewise.workbench.operator import Benchmark, Operator, UsageError
 
 

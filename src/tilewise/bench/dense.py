@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.bench.contender import Baseline, Call, CannotRunError, as_leaf
-from tilewise.verify.problem import Problem, Tensors
+from tilewise.verify.suite import Problem, Tensors
 
 
 def in_window(queries: int, keys: int, left: int, right: int) -> int:

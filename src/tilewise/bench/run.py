@@ -16,9 +16,8 @@ from tilewise.bench.contender import OURS, Call, CannotRunError, Contender, writ
 from tilewise.bench.dense import Work, bytes_of
 from tilewise.bench.result import Ceiling, Row, Verified
 from tilewise.bench.timing import TURNS, Clock, Entry, Times
-from tilewise.verify.evaluate import evaluate
-from tilewise.verify.problem import Problem, Tensors, place
-from tilewise.verify.suite import Case
+from tilewise.verify.implementation import evaluate
+from tilewise.verify.suite import Case, Problem, Tensors, place
 from tilewise.verify.watch import peak_memory
 from tilewise.workbench.operator import Benchmark, Operator
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tilewise.doctor import bug_report, gpu, machine
+from tilewise.doctor import bug_report, machine
 from tilewise.doctor.bug_report import report
 from tilewise.doctor.machine import MISSING, Finding, version_of
 
@@ -25,7 +25,7 @@ def examine(probe: bool = True) -> list[Finding]:
     findings = [Finding("python", platform.python_version()), *_versions()]
     if any(finding.subject == "torch" and finding.found == MISSING for finding in findings):
         return findings
-    findings += [*machine.packages(), *gpu.gpus(), *gpu.states(), *gpu.baselines()]
+    findings += [*machine.packages(), *machine.gpus(), *machine.states(), *machine.baselines()]
     if bug_report.triton_off():
         return [*findings, bug_report.hopper(), *machine.variables(), machine.threads()]
     return [
@@ -34,7 +34,7 @@ def examine(probe: bool = True) -> list[Finding]:
         bug_report.hopper(),
         *machine.variables(),
         machine.compiler(),
-        gpu.ptxas(),
+        machine.ptxas(),
         machine.cache(),
         machine.disk(),
         machine.threads(),

@@ -12,8 +12,7 @@ import re
 from collections import Counter
 
 from tilewise import interpreter
-from tilewise.doctor.gpu import reported_states
-from tilewise.doctor.machine import MISSING, VARIABLES, Finding, version_of
+from tilewise.doctor.machine import MISSING, VARIABLES, Finding, reported_states, version_of
 
 PORTABLE, HOPPER = "portable Triton kernels", "Hopper's own kernels"
 HOPPERS = (9, 0)

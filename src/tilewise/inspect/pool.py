@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewise.inspect.request import Row, Wanted
+from tilewise.inspect.facts import Row, Wanted
 from tilewise.workbench.operator import UsageError
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilewise.inspect.facts import CARDS, Facts, fits, occupancy
-from tilewise.inspect.request import Row
+from tilewise.inspect.facts import CARDS, Facts, Row, fits, occupancy
 
 # Columns of the instruction mix: what they are called, and what they count.
 MIX = {

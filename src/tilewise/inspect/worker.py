@@ -12,8 +12,8 @@ from typing import Any
 
 from tilewise import workbench
 from tilewise.inspect.compile import inspect_launch
+from tilewise.inspect.facts import Row, Wanted
 from tilewise.inspect.launches import Labelled, implementation_launches
-from tilewise.inspect.request import Row, Wanted
 from tilewise.ops.flash.configs import family
 from tilewise.verify.run import DTYPES
 from tilewise.workbench.operator import Launches, UsageError

@@ -1,7 +1,6 @@
 """torch modules over the operators."""
 
-from tilewise.nn.compression import GateModel, WindowCompression
-from tilewise.nn.hstu_layer import HSTULayer
-from tilewise.nn.native_sparse_attention import NativeSparseAttention
+from tilewise.nn.hstu_layer import GateModel, HSTULayer
+from tilewise.nn.native_sparse_attention import NativeSparseAttention, WindowCompression
 
 __all__ = ["GateModel", "HSTULayer", "NativeSparseAttention", "WindowCompression"]

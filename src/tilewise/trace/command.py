@@ -7,7 +7,7 @@ import torch
 
 from tilewise import workbench
 from tilewise.ops._host.backend import interpreting
-from tilewise.trace.block import only_rows, warp_rows
+from tilewise.trace import only_rows, warp_rows
 from tilewise.trace.explain import Row, explain, first_divergence, judge
 from tilewise.trace.request import HSTU_MASK, Request, Traced, option, split_step
 from tilewise.trace.values import MissingNameError, Values, write_traces

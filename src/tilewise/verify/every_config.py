@@ -11,7 +11,7 @@ from rich.console import Console
 from tilewise import workbench
 from tilewise.verify.choices import compare_choices
 from tilewise.verify.compare import limits_from_eager
-from tilewise.verify.problem import make_fill
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.operator import Configurations, UsageError
 
 RTOL, ATOL = 1e-3, 1e-5

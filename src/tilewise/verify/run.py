@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
-from tilewise.verify.evaluate import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
-from tilewise.verify.problem import Problem, Tensors, make_fill, place, reverse, sequences
+from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
 from tilewise.verify.result import (
     BATCH_ORDER,
     CHOICE,
@@ -29,7 +28,7 @@ from tilewise.verify.result import (
     Finding,
     Result,
 )
-from tilewise.verify.suite import GROWTH, Suite
+from tilewise.verify.suite import GROWTH, Problem, Suite, Tensors, make_fill, place, reverse, sequences
 from tilewise.verify.watch import Watch, grows_as_square, peak_memory
 from tilewise.workbench.operator import Operator
 

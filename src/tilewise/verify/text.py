@@ -17,9 +17,8 @@ from typing import Any
 
 from tilewise import workbench
 from tilewise.verify.compare import INDENT, mark
-from tilewise.verify.problem import Problem
 from tilewise.verify.result import FAILURE, MutantResult, Report, Result
-from tilewise.verify.suite import GROWTH, Suite
+from tilewise.verify.suite import GROWTH, Problem, Suite
 
 TILES = (128, 64, 32, 16)
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from tilewise.ops._host import backend
-from tilewise.verify.problem import GUARD
+from tilewise.verify.suite import GUARD
 
 # torch's functions that return fresh memory, and whether the caller is to fill it.
 _FACTORIES = {

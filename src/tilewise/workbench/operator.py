@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from tilewise.inspect.launches import Labelled
     from tilewise.trace.request import Request, Traced
     from tilewise.verify.every_config import Choice, Entry, Outcome
-    from tilewise.verify.problem import Problem, Tensors
-    from tilewise.verify.suite import Case, Suite
+    from tilewise.verify.suite import Case, Problem, Suite, Tensors
 
 
 class UsageError(Exception):

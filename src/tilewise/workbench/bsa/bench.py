@@ -5,8 +5,7 @@ import torch
 import tilewise
 from tilewise.bench.contender import Baseline, Call, floating_leaves
 from tilewise.bench.dense import in_blocks, in_window
-from tilewise.verify.problem import Problem, Tensors, cumulative
-from tilewise.verify.suite import Case
+from tilewise.verify.suite import Case, Problem, Tensors, cumulative
 from tilewise.workbench.bsa.cases import Bsa
 from tilewise.workbench.hstu.bench import LONG, SHORT
 from tilewise.workbench.operator import Benchmark

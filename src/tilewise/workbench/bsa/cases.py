@@ -8,8 +8,7 @@ from typing import Any, Self
 import torch
 
 from tilewise.verify.choices import compare_choices
-from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.bsa import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.bsa import planted
 from tilewise.workbench.bsa.cases import GATE_ROUNDINGS
 

@@ -33,7 +33,7 @@ from tilewise.trace.beside import (
 from tilewise.trace.record import record
 from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
 from tilewise.trace.values import Naming, Values
-from tilewise.verify.problem import make_fill
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.bsa import configs as bsa_tiles
 from tilewise.workbench.operator import Tracing, UsageError
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from tilewise.bench.dense import Dense, baselines, window_pairs
-from tilewise.verify.problem import Problem, Tensors
-from tilewise.verify.suite import Case
+from tilewise.verify.suite import Case, Problem, Tensors
 from tilewise.workbench.flash.cases import Flash
 from tilewise.workbench.operator import Benchmark
 

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.flash import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")

@@ -1,4 +1,6 @@
-"""Flash attention: the inputs of a trace, and the programs that are traced."""
+"""Flash attention: the inputs of a trace, and the programs that are traced: interpreted, or on a GPU, through taps
+compiled in for this one launch.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,17 +11,33 @@ import torch
 
 from tilewise import interpreter, workbench
 from tilewise.ops._host.backend import interpreting
-from tilewise.ops.flash import configs, launch
+from tilewise.ops._host.launching import tile_widths
+from tilewise.ops.flash import configs, launch, simulate
+from tilewise.ops.flash.configs import Config
+from tilewise.ops.flash.kernels.bwd import DkdvStep, DqStep
+from tilewise.ops.flash.kernels.fwd import FwdStep
 from tilewise.ops.flash.reference import flash_attention
-from tilewise.ops.flash.simulate import Options
-from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
+from tilewise.ops.flash.simulate import Options, Tiling
+from tilewise.trace.beside import Tap
+from tilewise.trace.request import HSTU_MASK, Request, Traced, arrays, check_tile, entry_of
 from tilewise.trace.values import Values
 from tilewise.verify.implementation import load_function
-from tilewise.verify.problem import make_fill
 from tilewise.verify.result import Implementation
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.flash import configs as flash_tiles
-from tilewise.workbench.flash import tapped
-from tilewise.workbench.flash.programs import CHANNELS, FORWARD, HEADS, OUR_FORWARD, Case, trace_backward, trace_forward
+from tilewise.workbench.flash.programs import (
+    CHANNELS,
+    FORWARD,
+    FORWARD_ORDER,
+    HEADS,
+    OUR_FORWARD,
+    Backward,
+    Case,
+    crop,
+    stored,
+    trace_backward,
+    trace_forward,
+)
 from tilewise.workbench.operator import Tracing, UsageError
 
 # Output and LSE of q, k and v; other arguments are bound.
@@ -80,11 +98,11 @@ def programs(request: Request, case: Case, config: configs.Config, reference: Re
     if request.direction == "backward":
         do = make_fill(request.fill, request.seed + 1)("do", tuple(case.q.shape), 1.0).to(case.q)
         if not interpreting():
-            return tapped.tap_backward(case, do, config, program)
+            return tap_backward(case, do, config, program)
         with interpreter.quiet():
             return trace_backward(case, do, config, program)
     if not interpreting():
-        traced = tapped.tap_forward(case, config, program)
+        traced = tap_forward(case, config, program)
     else:
         with interpreter.quiet():
             traced = _recorded_forward(request, case, config, program, reference)
@@ -135,6 +153,124 @@ def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -
         "O_full": full[first : first + rows].cpu().numpy(),
         "O_ref": plain[first : first + rows].double().cpu().numpy(),
     }
+
+
+# What each slot holds, as the kernels declare it; TAPPED's first is written before the loop, and `t` marks tiles that
+# the kernel keeps transposed.
+TAPPED = ("Q", *FwdStep._fields)
+DKDV, DQ = DkdvStep._fields, DqStep._fields
+
+
+def _place(case: Case, config: Config, program: int) -> tuple[int, int]:
+    """Head and first row of a program that owns query tiles; if later keys are masked, the last tile comes first."""
+    tiles = -(-case.q.shape[1] // config.block_m)
+    tile = program % tiles
+    return program // tiles, (tile if case.options.right is None else tiles - 1 - tile) * config.block_m
+
+
+def tap_forward(case: Case, config: Config, program: int) -> Traced:
+    """The forward kernel's program next to the simulation."""
+    tap = Tap(
+        case.q, case.v, config.block_m, config.block_n, program, len(TAPPED), -(-case.k.shape[1] // config.block_n)
+    )
+    o, lse = launch.forward(case.inputs, config, tap.argument)
+    head, i_m = _place(case, config, program)
+    block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
+    m, n = config.block_m, config.block_n
+    shapes = {
+        "K": (n, block_d),
+        "S_pre_scaling": (m, n),
+        "M": (m,),
+        "L": (m,),
+        "P": (m, n),
+        "V": (n, block_dv),
+        "O_scale": (m, block_dv),
+    }
+    shapes["O"] = shapes["O_scale"]
+    tiling = Tiling(m, n)
+    tensors = case.head(case.q, head), case.head(case.k, 0), case.head(case.v, 0)
+    simulation = arrays(simulate.forward(*tensors, i_m, tiling, case.options))
+    exact = arrays(
+        simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options)
+    )
+    blocks = simulate.key_blocks(i_m, case.q.shape[1], case.k.shape[1], tiling, case.options)
+    values: Values = {"Q": tap.value(0, 0, m, block_d)}
+    for step, i_n in enumerate(blocks):
+        values |= {f"{name}_{step}": tap.value(i_n // n, TAPPED.index(name), *shape) for name, shape in shapes.items()}
+    values |= {"O_final": stored(o, head, i_m, m), "LSE": simulate.tile(lse[0, head], i_m, m).double().cpu().numpy()}
+    rows = min(m, case.q.shape[1] - i_m)
+    kernel = crop(values, simulation, rows)
+    simulation, exact = (
+        {name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()}
+        for found in (simulation, exact)
+    )
+    place = f"program {program}, head {head}, rows {i_m} to {i_m + rows - 1}"
+    return Traced(
+        "flash_fwd_kernel",
+        "forward",
+        place,
+        kernel,
+        simulation,
+        exact,
+        len(blocks),
+        FORWARD_ORDER,
+        at=(head, i_m, rows),
+    )
+
+
+def tap_backward(case: Case, do: torch.Tensor, config: Config, program: int) -> list[Traced]:
+    """A program of the kernel that owns key tiles, and one of the kernel that owns query tiles."""
+    tiles_m, tiles_n = -(-case.q.shape[1] // config.block_m), -(-case.k.shape[1] // config.block_n)
+    key_program = program % tiles_n
+    key_tap = Tap(case.q, case.v, config.block_m, config.block_n, key_program, len(DKDV), HEADS * tiles_m)
+    query_tap = Tap(case.q, case.v, config.block_m, config.block_n, program, len(DQ), tiles_n)
+    backward = Backward(case, do, config)
+    backward.run((key_tap.argument, query_tap.argument))
+    block_d, block_dv = tile_widths(case.q.shape[-1], case.v.shape[-1], case.q.element_size())
+    m, n, tiling = config.block_m, config.block_n, Tiling(config.block_m, config.block_n)
+
+    i_n = key_program * n
+    pairs = [
+        (h, i_m)
+        for h in range(HEADS)
+        for i_m in simulate.query_blocks(i_n, case.q.shape[1], case.k.shape[1], tiling, case.options)
+    ]
+    shapes = {
+        "Q": (m, block_d),
+        "St": (n, m),
+        "Pt": (n, m),
+        "dO": (m, block_dv),
+        "dV": (n, block_dv),
+        "dPt": (n, m),
+        "dSt": (n, m),
+        "dK": (n, block_d),
+    }
+    values: Values = {}
+    for step, (h, i_m) in enumerate(pairs):
+        for slot, name in enumerate(DKDV):
+            value = key_tap.value(h * tiles_m + i_m // m, slot, *shapes[name])
+            values[f"{name.removesuffix('t')}_{step}"] = value.T if name.endswith("t") else value
+    keys = backward.of_keys(values, i_n, key_program)
+
+    head, i_m = _place(case, config, program)
+    blocks = simulate.key_blocks(i_m, case.q.shape[1], case.k.shape[1], tiling, case.options)
+    shapes = {
+        "K": (n, block_d),
+        "S": (m, n),
+        "V": (n, block_dv),
+        "dP": (m, n),
+        "P": (m, n),
+        "dS": (m, n),
+        "dQ": (m, block_d),
+    }
+    values = {}
+    for step, i_n in enumerate(blocks):
+        values |= {
+            f"{name}_{step}": query_tap.value(i_n // n, DQ.index(name), *shape) for name, shape in shapes.items()
+        }
+    if blocks:
+        values["delta"] = query_tap.value(blocks[0] // n, DQ.index("delta"), m)
+    return [keys, backward.of_queries(values, head, i_m, program)]
 
 
 TRACE = Tracing(trace, refuses=("order", *HSTU_MASK))

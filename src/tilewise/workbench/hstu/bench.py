@@ -5,8 +5,7 @@ import itertools
 import torch
 
 from tilewise.bench.contender import Baseline, Call, CannotRunError, as_leaf
-from tilewise.verify.problem import Problem, Tensors
-from tilewise.verify.suite import Case
+from tilewise.verify.suite import Case, Problem, Tensors
 from tilewise.workbench.hstu.cases import Hstu
 from tilewise.workbench.operator import Benchmark
 

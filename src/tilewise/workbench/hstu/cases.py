@@ -7,8 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.hstu import planted
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")

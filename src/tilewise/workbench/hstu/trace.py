@@ -20,7 +20,7 @@ from tilewise.trace.beside import Cast, Kernel, Tap, array, as_it_is, beside, pa
 from tilewise.trace.record import record
 from tilewise.trace.request import Request, Traced, check_tile, entry_of
 from tilewise.trace.values import Lines, Naming, Values
-from tilewise.verify.problem import make_fill
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.hstu import configs as hstu_tiles
 from tilewise.workbench.operator import Tracing, UsageError
 

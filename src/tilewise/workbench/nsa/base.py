@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from tilewise.verify.problem import Fill, Problem, Tensors, cumulative, cut, transposed
+from tilewise.verify.suite import Fill, Problem, Tensors, cumulative, cut, transposed
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
 PATTERNS = ("random", "smooth", "repeats", "holes", "own")

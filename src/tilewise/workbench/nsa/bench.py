@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.dense import Dense, baselines, ended_windows, in_blocks, in_window
-from tilewise.verify.problem import Problem, Tensors
-from tilewise.verify.suite import Case
+from tilewise.verify.suite import Case, Problem, Tensors
 from tilewise.workbench.nsa.base import Sequences
 from tilewise.workbench.nsa.cases import Nsa
 from tilewise.workbench.nsa.cases_compressed import NsaCompressed

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.verify.choices import compare_choices
-from tilewise.verify.problem import Fill, Tensors, cut
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Suite, Tensors, cut
 from tilewise.workbench.nsa import planted
 from tilewise.workbench.nsa.base import EPS, Sequences, drawn_sequences
 from tilewise.workbench.nsa.cases_compressed import check_windows, window_count

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.problem import Fill, Tensors, cut, transposed
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Suite, Tensors, cut, transposed
 from tilewise.workbench.nsa import planted
 from tilewise.workbench.nsa.base import EPS, LAYOUTS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
 

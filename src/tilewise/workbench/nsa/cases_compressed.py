@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.problem import Fill, Tensors
-from tilewise.verify.suite import Case, Mutant, Suite
+from tilewise.verify.suite import Case, Fill, Mutant, Suite, Tensors
 from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sequences, softmax_floor
 
 

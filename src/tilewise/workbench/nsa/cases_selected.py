@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.verify.problem import Fill, Tensors, transposed
-from tilewise.verify.suite import Case, Suite
+from tilewise.verify.suite import Case, Fill, Suite, Tensors, transposed
 from tilewise.workbench.nsa import planted
 from tilewise.workbench.nsa.base import PATTERNS, Sequences, delta_cost, drawn_sequences, softmax_floor
 

@@ -1,19 +1,49 @@
-"""Attention to selected blocks: the inputs of a trace, in either loop order."""
+"""Native sparse attention's branches: the inputs of a trace, and the programs that are traced.
+
+Attention to compressed windows is flash attention with keys one stride apart: the same kernels, taps and simulation.
+Attention to selected blocks is traced in either loop order.
+"""
+
+from functools import partial
 
 import torch
 
+from tilewise.ops.nsa.problem import window_count
+from tilewise.ops.nsa.reference import compressed_attention
 from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.simulate import compressed_options
 from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
-from tilewise.verify.problem import make_fill
+from tilewise.verify.suite import make_fill
+from tilewise.workbench.flash.programs import CHANNELS as FLASH_CHANNELS
+from tilewise.workbench.flash.programs import Case as FlashCase
+from tilewise.workbench.flash.trace import filled, programs, tile_words, tiles
 from tilewise.workbench.nsa import configs as selected_tiles
 from tilewise.workbench.nsa.programs import Case, Numbers, trace_backward, trace_forward_lists, trace_forward_union
 from tilewise.workbench.operator import Tracing, UsageError
 
+# Tokens per window, and the stride between windows: short, so that few tokens have several tiles of them.
+SIZE, STRIDE = 8, 4
 # KV heads, query heads of each, channels, and blocks that a token names.
 KEY_HEADS, GROUP, CHANNELS, SLOTS = 2, 2, 64, 3
 
 
-def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
+def trace_compressed(request: Request) -> tuple[list[Traced], dict[str, str]]:
+    """The requested programs, and what they work on."""
+    config = tiles(request, 16)
+    tokens = request.seq_blocks * config.block_m
+    windows = window_count(tokens, SIZE, STRIDE)
+    case = FlashCase(*filled(request, tokens, windows), compressed_options(tokens, SIZE, STRIDE, FLASH_CHANNELS**-0.5))
+    about = {
+        "tiles": tile_words(request, config),
+        "tokens": str(tokens),
+        "windows": f"{windows} of {SIZE} tokens, one each {STRIDE}",
+    }
+    return programs(
+        request, case, config, partial(compressed_attention, compress_size=SIZE, compress_stride=STRIDE)
+    ), about
+
+
+def trace_selected(request: Request) -> tuple[list[Traced], dict[str, str]]:
     """The requested programs, and what they work on."""
     case = _case(request)
     order: selected.Order = "union" if request.order == "union" else "lists"
@@ -76,8 +106,8 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
         number for number, segment in enumerate(case.segments(request.direction, order)) if segment.head == request.head
     ]
     if order == "union":
-        tiles = list(range(request.head * case.tiles, (request.head + 1) * case.tiles))
-        asked, others = tiles, segments
+        asked = list(range(request.head * case.tiles, (request.head + 1) * case.tiles))
+        others = segments
     else:
         asked, others = segments, list(range(-(-case.q.shape[1] * case.q.shape[2] // rows)))
     if not 0 <= request.program < len(asked):
@@ -88,4 +118,5 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
     return Numbers(other, one) if order == "union" else Numbers(one, other)
 
 
-TRACE = Tracing(trace, refuses=("causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)
+COMPRESSED = Tracing(trace_compressed, refuses=("order", "causal", *HSTU_MASK))
+SELECTED = Tracing(trace_selected, refuses=("causal", "warp", "impl", "names", "against", *HSTU_MASK), taps=False)
