@@ -50,7 +50,7 @@ class Run:
         self, benchmark: str, path: Path | None, words: str = "", environment: Any = None, **about: Any
     ) -> None:
         from tilewise.bench.result import script_document
-        from tilewise.doctor.bug_report import environment as current
+        from tilewise.doctor import environment as current
 
         command = f"python benchmarks/{benchmark}.py {words}".strip()
         self.document = script_document(benchmark, command, {**current(), **(environment or {})}, about)

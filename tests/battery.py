@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise import workbench
-from tilewise.verify.choices import DTYPES
+from tilewise.verify.api import DTYPES
 from tilewise.verify.result import Check, Implementation, Result
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import cli, doctor, interpreter
-from tilewise.doctor import bug_report, machine
+from tilewise.doctor import machine
 from tilewise.ops._host import gluon
 
 LINES = [
@@ -22,13 +22,13 @@ LINES = [
 def rows(text):
     first, *lines, last = text.splitlines()
     assert (first, last) == ("```text", "```")
-    return [(line[: bug_report.WIDTH].strip(), line[bug_report.WIDTH :]) for line in lines]
+    return [(line[: doctor.WIDTH].strip(), line[doctor.WIDTH :]) for line in lines]
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
     for name in list(os.environ):
-        if name in machine.VARIABLES or (name.startswith(bug_report.PREFIXES) and name != "TRITON_INTERPRET"):
+        if name in machine.VARIABLES or (name.startswith(doctor.PREFIXES) and name != "TRITON_INTERPRET"):
             monkeypatch.delenv(name)
 
 
@@ -103,18 +103,18 @@ def test_families_by_gpu(gpus, capabilities, portable, hopper):
     gpus(*capabilities)
     found = dict(rows(doctor.report()))
     assert (found["portable Triton kernels"], found["Hopper's own kernels"]) == (portable, hopper)
-    finding = bug_report.hopper()
+    finding = doctor.hopper()
     assert (finding.found, finding.level) == (hopper, "ok")
 
 
 def test_gluon_is_a_note_only_where_it_could_run(gpus, monkeypatch):
     monkeypatch.setattr(gluon, "_reason", "the Gluon of Triton 3.10.0 has no warpgroup_mma")
     gpus((9, 0))
-    finding = bug_report.hopper()
+    finding = doctor.hopper()
     assert (finding.found, finding.level) == ("off: the Gluon of Triton 3.10.0 has no warpgroup_mma", "note")
     assert finding.advice
     gpus((8, 0))
-    assert bug_report.hopper().level == "ok"
+    assert doctor.hopper().level == "ok"
 
 
 def test_many_gpus_take_few_lines(gpus):
@@ -224,7 +224,7 @@ def test_what_is_missing_is_said(before, code, said):
 
 
 def test_a_triton_that_cannot_be_imported_is_a_problem(monkeypatch):
-    monkeypatch.setattr(bug_report, "triton_off", lambda: "triton cannot be imported (OSError)")
+    monkeypatch.setattr(doctor, "triton_off", lambda: "triton cannot be imported (OSError)")
     found = {finding.subject: finding for finding in doctor.examine(probe=False)}
     assert found["triton"].level == "problem"
     assert found["triton"].found.endswith("triton cannot be imported (OSError)")
@@ -233,8 +233,8 @@ def test_a_triton_that_cannot_be_imported_is_a_problem(monkeypatch):
 
 @pytest.mark.parametrize(("system", "level"), [("Linux", "problem"), ("Darwin", "note")])
 def test_triton_is_missed_where_there_is_one_to_install(monkeypatch, system, level):
-    found = bug_report.is_there
-    monkeypatch.setattr(bug_report, "is_there", lambda name: name != "triton" and found(name))
+    found = doctor.is_there
+    monkeypatch.setattr(doctor, "is_there", lambda name: name != "triton" and found(name))
     monkeypatch.setattr("platform.system", lambda: system)
     findings = {finding.subject: finding for finding in doctor.examine(probe=False)}
     assert findings["triton"].level == level

@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tilewise import cli, doctor
+from tilewise.doctor import environment
 from tilewise.doctor import machine as doctor_machine
-from tilewise.doctor.bug_report import environment
 from tilewise.doctor.machine import Finding
 from tilewise.ops._host import backend
 from tilewise.ops.probe.launch import mixed_widths_error

@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _checks(operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", "bf16"), **settings: Any) -> list[Any]:
     from tilewise import workbench
-    from tilewise.verify.choices import plan
+    from tilewise.verify.api import plan
     from tilewise.verify.result import Settings
     from tilewise.workbench.operator import UsageError
 

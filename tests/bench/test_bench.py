@@ -276,7 +276,7 @@ def test_what_needs_a_gpu_says_so():
 def test_flex_attention_computes_the_same(text):
     """Compiled, which takes its time; on a CPU it has no backward, and wants none asked for."""
     from tilewise.bench.dense import flex
-    from tilewise.workbench.flash.bench import describe
+    from tilewise.workbench.flash.cases import describe
 
     operator = workbench.find("flash")
     problem = operator.load("suite").find(text).problem

@@ -12,7 +12,8 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 from pages import Balanced, assert_stands_alone
 
 from tilewise.report.verify import MOST_CELLS, UNFOLDED, render_html
-from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, HeatMap, Limits, compare, limits_from_eager
+from tilewise.verify.compare import SHAPE, WRONG, Comparison, Failure, Limits, compare, limits_from_eager
+from tilewise.verify.diagnose import HeatMap
 from tilewise.verify.result import (
     CRASH,
     MEMORY,

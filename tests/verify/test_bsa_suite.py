@@ -12,9 +12,8 @@ import torch
 import tilewise
 from tilewise import workbench
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
-from tilewise.verify.api import verify
-from tilewise.verify.choices import DTYPES, compare_choices
-from tilewise.verify.compare import DTYPE, WRONG
+from tilewise.verify.api import DTYPES, verify
+from tilewise.verify.compare import DTYPE, WRONG, compare_choices
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH, make_fill

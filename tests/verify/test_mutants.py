@@ -8,8 +8,7 @@ import pytest
 
 from tilewise import workbench
 from tilewise.verify import verify
-from tilewise.verify.api import score
-from tilewise.verify.choices import DTYPES
+from tilewise.verify.api import DTYPES, score
 from tilewise.verify.result import Settings
 from tilewise.verify.suite import Mutant
 from tilewise.workbench.flash import cases as flash

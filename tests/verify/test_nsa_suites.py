@@ -8,8 +8,7 @@ from nsa_implementations import attend, compressed, selected
 
 from tilewise import workbench
 from tilewise.ops.nsa import reference
-from tilewise.verify.api import verify
-from tilewise.verify.choices import DTYPES
+from tilewise.verify.api import DTYPES, verify
 from tilewise.verify.compare import WRONG
 from tilewise.verify.result import CHOICE, ERROR, NO_GRADIENT
 from tilewise.workbench.nsa import cases as nsa

@@ -3,7 +3,7 @@
 import pytest
 
 from tilewise import workbench
-from tilewise.verify.choices import DTYPES, plan
+from tilewise.verify.api import DTYPES, plan
 from tilewise.verify.result import Settings
 from tilewise.verify.suite import GROWTH
 

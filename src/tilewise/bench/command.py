@@ -28,7 +28,7 @@ from tilewise.bench.result import (
 from tilewise.bench.run import Bench, busy, measure_ceiling
 from tilewise.bench.text import case_lines, change_lines, summary_lines, table
 from tilewise.bench.timing import Clock
-from tilewise.doctor.bug_report import environment
+from tilewise.doctor import environment
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
 from tilewise.workbench.operator import Benchmark, Operator, UsageError

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import workbench
-from tilewise.doctor.bug_report import environment
+from tilewise.doctor import environment
 from tilewise.inspect.facts import CARDS, Row, Wanted, fits, read_rows, write_rows
 from tilewise.inspect.pool import Pool
 from tilewise.inspect.text import diff_lines, print_rows

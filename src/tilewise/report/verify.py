@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewise.report import STEPS, render, steps_legend, to_mention
-from tilewise.verify.compare import ATOL, RTOL, Comparison, HeatMap
+from tilewise.verify.compare import ATOL, RTOL, Comparison
+from tilewise.verify.diagnose import HeatMap
 from tilewise.verify.result import WARNING, Check, Implementation, Report, Result
 
 # Up to this many tiles, cells are wide enough to show their number.

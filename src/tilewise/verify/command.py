@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilewise import doctor, workbench
-from tilewise.doctor.bug_report import environment
-from tilewise.verify.api import run_checks, score, search_failures
-from tilewise.verify.choices import plan, planted
+from tilewise.doctor import environment
+from tilewise.verify.api import plan, planted, run_checks, score, search_failures
 from tilewise.verify.result import Check, Report, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import as_json, mutant_line, result_lines, verdict_lines

@@ -1,4 +1,8 @@
-"""Is a tensor right? Judged against fp64 truth, by the error that eager torch makes in the same precision."""
+"""Is a tensor right? Judged against fp64 truth, by the error that eager torch makes in the same precision.
+
+Is a choice of blocks right? Judged by the scores of the chosen blocks: of two scores equal within rounding, either may
+be chosen.
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.verify.diagnose import diagnose
+from tilewise.verify.diagnose import HeatMap, diagnose, heat_map
 
 # How many times eager torch's error an implementation may make.
 OUTPUT_FACTOR = 2.0
@@ -26,43 +30,7 @@ RTOL, ATOL = 1e-3, 1e-4
 
 # Why a tensor failed.
 WRONG, SHAPE, DTYPE, NON_FINITE, UNFIT = "wrong values", "wrong shape", "wrong dtype", "non-finite values", "unfit case"
-MOST_TILES = 64
-SMALLEST_TILE = 16
-
-
 INDENT = "    "
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """The largest error of each head (rows) and tile of `tile` tokens (columns), as a multiple of the limit; `worst` is
-    its position.
-    """
-
-    tile: int
-    cells: tuple[tuple[float, ...], ...]
-    worst: tuple[int, int]
-
-
-def heat_map(excess: torch.Tensor, axes: str) -> HeatMap | None:
-    """The largest elements of `excess` (errors as multiples of the limit) by head and tile; None if the tensor has no
-    tokens.
-    """
-    if "T" not in axes or excess.numel() == 0:
-        return None
-    kept = [axes.index(letter) for letter in "HT" if letter in axes]
-    rest = [axis for axis in range(excess.ndim) if axis not in kept]
-    by_token = (
-        excess.nan_to_num(nan=math.inf, posinf=math.inf).permute(*kept, *rest).unsqueeze(-1).flatten(len(kept)).amax(-1)
-    )
-    by_token = by_token.reshape(-1, by_token.shape[-1])
-    tile = SMALLEST_TILE
-    while -(-by_token.shape[1] // tile) > MOST_TILES:
-        tile *= 2
-    padded = torch.nn.functional.pad(by_token, (0, -by_token.shape[1] % tile))
-    cells = padded.unflatten(1, (-1, tile)).amax(-1)
-    at = int(cells.argmax())
-    return HeatMap(tile, tuple(tuple(row) for row in cells.tolist()), (at // cells.shape[1], at % cells.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -332,3 +300,127 @@ def _range(x: torch.Tensor) -> tuple[float, float]:
 
 def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
+
+
+def compare_choices(indices: torch.Tensor, scores: torch.Tensor, eager_scores: torch.Tensor) -> str:
+    """What is wrong with `indices` [..., S] and where; empty where nothing is.
+
+    `scores` [..., blocks] are fp64 truth, +inf where a block is forced and -inf where it may not be chosen;
+    `eager_scores` are eager torch's in the precision under test. Indices ascend, with -1 after the last; forced blocks
+    are present and forbidden ones absent; as many as possible are chosen; and among the others the i-th best chosen
+    score is below the true i-th best by at most twice eager's error in the scores.
+    """
+    if indices.shape[:-1] != scores.shape[:-1]:
+        return f"shape {list(indices.shape)}, expected {[*scores.shape[:-1], indices.shape[-1]]}"
+    if scores.numel() == 0 and not bool((indices != -1).any()):
+        return ""
+    indices, scores = indices.long(), scores.double()
+    blocks = scores.shape[-1]
+    return (
+        _malformed(indices, blocks)
+        or _forced_or_forbidden(indices, scores)
+        or _too_low(indices, scores, _allowed_error(scores, eager_scores))
+    )
+
+
+def _allowed_error(scores: torch.Tensor, eager_scores: torch.Tensor) -> float:
+    """Twice eager's largest error, but at least what fp32 rounding may cost the largest score."""
+    # Where eager overflows, it says nothing about rounding.
+    finite = scores.isfinite() & eager_scores.isfinite()
+    truth = scores[finite]
+    if truth.numel() == 0:
+        return 0.0
+    error = (eager_scores.to(scores)[finite] - truth).abs().max().item()
+    return max(OUTPUT_FACTOR * error, rounding_floor(torch.float32, scores.device) * truth.abs().max().item())
+
+
+def _first(wrong: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0])
+
+
+def _says(at: tuple[int, ...], what: str, wrong: torch.Tensor) -> str:
+    """One sentence: the first bad place, what is wrong there, and how many rows have a similar error."""
+    rows = wrong.any(-1)
+    return f"at {list(at)} {what} ({int(rows.sum())} of {rows.numel()} rows)"
+
+
+def _malformed(indices: torch.Tensor, blocks: int) -> str:
+    """Errors that need no scores: what can never be a choice."""
+    outside = (indices < -1) | (indices >= blocks)
+    if bool(outside.any()):
+        *at, slot = _first(outside)
+        return _says(tuple(at), f"index {int(indices[(*at, slot)])} is no block: there are {blocks}", outside)
+    padding = indices == -1
+    gap = padding[..., :-1] & ~padding[..., 1:]
+    if bool(gap.any()):
+        *at, _ = _first(gap)
+        return _says(tuple(at), f"{indices[tuple(at)].tolist()} has -1 before the last block", gap)
+    twice = _taken(indices, blocks) > 1
+    if bool(twice.any()):
+        *at, block = _first(twice)
+        return _says(tuple(at), f"block {block} is chosen twice: {indices[tuple(at)].tolist()}", twice)
+    falling = (indices[..., 1:] < indices[..., :-1]) & ~padding[..., 1:]
+    if bool(falling.any()):
+        *at, _ = _first(falling)
+        return _says(tuple(at), f"{indices[tuple(at)].tolist()} does not ascend", falling)
+    return ""
+
+
+def _taken(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """How often each block is chosen, [..., blocks]."""
+    # -1 is counted in an extra bin, which is then dropped.
+    counts = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(-1, indices.where(indices >= 0, blocks), torch.ones_like(indices))[..., :blocks]
+
+
+def _forced_or_forbidden(indices: torch.Tensor, scores: torch.Tensor) -> str:
+    taken = _taken(indices, scores.shape[-1]) > 0
+    missing = (scores == torch.inf) & ~taken
+    if bool(missing.any()):
+        *at, block = _first(missing)
+        return _says(
+            tuple(at), f"block {block}, which is always chosen, is not in {indices[tuple(at)].tolist()}", missing
+        )
+    forbidden = (scores == -torch.inf) & taken
+    if bool(forbidden.any()):
+        *at, block = _first(forbidden)
+        return _says(
+            tuple(at), f"block {block}, which may not be chosen, is in {indices[tuple(at)].tolist()}", forbidden
+        )
+    wanted = (scores != -torch.inf).sum(-1).clamp(max=indices.shape[-1])
+    short = (taken.sum(-1) < wanted)[..., None]
+    if bool(short.any()):
+        *at, _ = _first(short)
+        return _says(
+            tuple(at), f"{int(wanted[tuple(at)])} blocks can be chosen, and {indices[tuple(at)].tolist()} are", short
+        )
+    return ""
+
+
+def _too_low(indices: torch.Tensor, scores: torch.Tensor, allowed: float) -> str:
+    """The chosen scores and the best ones, both sorted from the best down; forced blocks, correct by now, come first in
+    both and cancel.
+    """
+    count = min(indices.shape[-1], scores.shape[-1])
+    best = scores.sort(dim=-1, descending=True).values[..., :count]
+    taken = (
+        scores.gather(-1, indices.clamp(min=0))
+        .masked_fill(indices == -1, -torch.inf)
+        .sort(dim=-1, descending=True)
+        .values[..., :count]
+    )
+    # inf - inf is NaN, which does not exceed the limit.
+    low = best - taken > allowed
+    if not bool(low.any()):
+        return ""
+    *at, i = _first(low)
+    row = tuple(at)
+    chosen = indices[row][indices[row] >= 0].tolist()
+    wanted = sorted(scores[row].argsort(descending=True, stable=True)[: len(chosen)].tolist())
+    gap = (best - taken)[(*row, i)].item()
+    return _says(
+        row,
+        f"blocks {chosen} are chosen, the best are {wanted}: a score {gap:.3g} below what it should be, where"
+        f" {allowed:.3g} is allowed",
+        low,
+    )

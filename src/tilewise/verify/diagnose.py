@@ -1,10 +1,11 @@
-"""Diagnoses an error: the one mistake that explains all of it, or else where it is.
+"""Diagnoses an error: the one mistake that explains all of it, or else where it is; and a map of it.
 
 For debugging a kernel; pass or fail is decided by `compare`.
 """
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,9 @@ MAX_SEARCHED = 64
 MAX_LISTED = 4
 # How close a factor must be to a number with a name.
 NAME_TOLERANCE = 5e-3
+# Of a heat map.
+MOST_TILES = 64
+SMALLEST_TILE = 16
 
 
 def diagnose(
@@ -282,3 +286,35 @@ def _spread(got: torch.Tensor, truth: torch.Tensor, bad: torch.Tensor, comparabl
         if biased
         else "; the error looks like noise, its mean is about 0"
     )
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The largest error of each head (rows) and tile of `tile` tokens (columns), as a multiple of the limit; `worst` is
+    its position.
+    """
+
+    tile: int
+    cells: tuple[tuple[float, ...], ...]
+    worst: tuple[int, int]
+
+
+def heat_map(excess: torch.Tensor, axes: str) -> HeatMap | None:
+    """The largest elements of `excess` (errors as multiples of the limit) by head and tile; None if the tensor has no
+    tokens.
+    """
+    if "T" not in axes or excess.numel() == 0:
+        return None
+    kept = [axes.index(letter) for letter in "HT" if letter in axes]
+    rest = [axis for axis in range(excess.ndim) if axis not in kept]
+    by_token = (
+        excess.nan_to_num(nan=math.inf, posinf=math.inf).permute(*kept, *rest).unsqueeze(-1).flatten(len(kept)).amax(-1)
+    )
+    by_token = by_token.reshape(-1, by_token.shape[-1])
+    tile = SMALLEST_TILE
+    while -(-by_token.shape[1] // tile) > MOST_TILES:
+        tile *= 2
+    padded = torch.nn.functional.pad(by_token, (0, -by_token.shape[1] % tile))
+    cells = padded.unflatten(1, (-1, tile)).amax(-1)
+    at = int(cells.argmax())
+    return HeatMap(tile, tuple(tuple(row) for row in cells.tolist()), (at // cells.shape[1], at % cells.shape[1]))

@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 
 from tilewise import workbench
-from tilewise.verify.choices import compare_choices
-from tilewise.verify.compare import limits_from_eager
+from tilewise.verify.compare import compare_choices, limits_from_eager
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.operator import Configurations, UsageError
 
@@ -104,8 +103,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """The blocks that one configuration chose, with their scores in fp64 and eager torch's: judged by score, as in
-    `verify.choices`.
+    """The blocks that one configuration chose, with their scores in fp64 and eager torch's: judged by score, as
+    `compare_choices` has it.
     """
 
     indices: torch.Tensor

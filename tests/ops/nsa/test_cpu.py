@@ -24,7 +24,7 @@ from tilewise import (
     selected_attention,
 )
 from tilewise.ops.nsa import reference
-from tilewise.verify.choices import compare_choices
+from tilewise.verify.compare import compare_choices
 
 WINDOWS = {"compress_size": 8, "compress_stride": 4}
 

@@ -10,7 +10,7 @@ BSA = Operator(
     suite="tilewise.workbench.bsa.cases:SUITE",
     configs="tilewise.workbench.bsa.configs:CONFIGURATIONS",
     trace="tilewise.workbench.bsa.trace:TRACE",
-    bench="tilewise.workbench.bsa.bench:BENCHMARK",
+    bench="tilewise.workbench.bsa.cases:BENCHMARK",
     launches="tilewise.workbench.bsa.inspect:LAUNCHES",
     audit=("tilewise.workbench.bsa.inspect:audit_cases",),
 )

@@ -10,7 +10,7 @@ FLASH = Operator(
     suite="tilewise.workbench.flash.cases:SUITE",
     configs="tilewise.workbench.flash.configs:CONFIGURATIONS",
     trace="tilewise.workbench.flash.trace:TRACE",
-    bench="tilewise.workbench.flash.bench:BENCHMARK",
+    bench="tilewise.workbench.flash.cases:BENCHMARK",
     launches="tilewise.workbench.flash.inspect:LAUNCHES",
     audit=("tilewise.workbench.flash.inspect:audit_cases",),
 )

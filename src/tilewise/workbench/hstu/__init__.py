@@ -10,7 +10,7 @@ HSTU = Operator(
     suite="tilewise.workbench.hstu.cases:SUITE",
     configs="tilewise.workbench.hstu.configs:CONFIGURATIONS",
     trace="tilewise.workbench.hstu.trace:TRACE",
-    bench="tilewise.workbench.hstu.bench:BENCHMARK",
+    bench="tilewise.workbench.hstu.cases:BENCHMARK",
     launches="tilewise.workbench.hstu.inspect:LAUNCHES",
     audit=("tilewise.workbench.hstu.inspect:audit_cases",),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.verify.choices import compare_choices
+from tilewise.verify.compare import compare_choices
 from tilewise.verify.suite import Case, Fill, Suite, Tensors, cut
 from tilewise.workbench.nsa import planted
 from tilewise.workbench.nsa.base import EPS, Sequences, drawn_sequences
