@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from tilewise.ops._host.backend import architecture
-from tilewise.ops.flash.configs import Family
+from tilewise.ops.flash.configs import Family, Kernel
 from tilewise.ops.hstu import launch
 from tilewise.ops.hstu.configs import TABLE, WIDTHS, Config
 from tilewise.ops.hstu.reference import hstu_attention
 from tilewise.verify.every_config import Outcome, filled, gradient_outcomes, output_outcomes
+from tilewise.workbench.flash.configs import TiledEntry, entries_of
 from tilewise.workbench.operator import Configurations
-from tilewise.workbench.tiles import Kernel, TiledEntry, entries_of
 
 HEADS = 2
 # A short sequence before the long one; how many tokens of the long one are targets, and how many of either are context.
