@@ -71,7 +71,7 @@ def choose(kernel: Kernel, width: int, element_size: int, architecture: int, key
 
 # Programs of the means' dK and dV that fill a large GPU several times over; tokens per tile; query tiles that a chunk
 # must have at least; most chunks.
-ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_PARTS = 132 * 8, 64, 8, 16
+ENOUGH_PROGRAMS, TILE, LEAST_STEPS, MOST_CHUNKS = 132 * 8, 64, 8, 16
 
 
 def query_chunks(rows: int, tokens: int) -> int:
@@ -79,7 +79,7 @@ def query_chunks(rows: int, tokens: int) -> int:
     sequence has `tokens` tokens.
     """
     programs, steps = -(-rows // TILE), -(-tokens // TILE)
-    return min(max(1, ENOUGH_PROGRAMS // max(1, programs)), max(1, steps // LEAST_STEPS), MOST_PARTS)
+    return min(max(1, ENOUGH_PROGRAMS // max(1, programs)), max(1, steps // LEAST_STEPS), MOST_CHUNKS)
 
 
 LAYER_NORM_EPS = 1e-6

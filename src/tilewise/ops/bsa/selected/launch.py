@@ -53,7 +53,7 @@ def make_inputs(
 ) -> Inputs:
     """Inputs as the kernels take them: a long block cut into parts that fit."""
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
-    parts = nsa_configs.parts_of_block(block_size, width, size, architecture(q.device))
+    parts = nsa_configs.chunks_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
