@@ -174,7 +174,7 @@ def planted(part, module, old, new):
 PLANTED = [
     (
         "nsa.inspect:audit_combine",
-        "nsa.combine.kernels",
+        "nsa.kernels",
         "tl.program_id(0).to(tl.int64) * BLOCK_R",
         "tl.program_id(0) * BLOCK_R",
     ),
