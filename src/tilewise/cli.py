@@ -16,6 +16,9 @@ from rich.markup import escape
 from tilewise import interpreter, workbench
 from tilewise.workbench.operator import UsageError
 
+# What verify checks where no dtype is named.
+DTYPES = "fp32,fp16,bf16"
+
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
 
 
@@ -57,7 +60,7 @@ def verify(
         list[str] | None,
         typer.Option(metavar="NAME", help="A case by name or written out (T=65,D=16); may be repeated."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtypes to check.")] = "fp32,fp16,bf16",
+    dtype: Annotated[str, typer.Option(help="Dtypes to check.")] = DTYPES,
     by_range: Annotated[
         bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")
     ] = False,
@@ -110,8 +113,9 @@ def verify(
         if not every_config and (kernel is not None or small or diff):
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if every_config:
-            others = impl, config, range_raw, search, rtol, atol, no_grad, mutants, repeat, json, html, fail_fast
-            if any(other not in (None, False, 0) for other in (*others, verbose)) or seed != SEED:
+            given = impl, config, rtol, atol, repeat, json, html
+            others = range_raw, search, no_grad, mutants, fail_fast, verbose
+            if any(x is not None for x in given) or any(others) or (dtype, seed) != (DTYPES, SEED):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
                 names = ", ".join(workbench.names("configs"))

@@ -104,6 +104,8 @@ def test_it_is_a_mode_of_verify(words):
         (["flash", "hstu", "--every-config"], "of one operator: name it"),
         (["flash", "--every-config", "--mutants"], "no other option"),
         (["flash", "--every-config", "--config", "small"], "no other option"),
+        (["flash", "--every-config", "--dtype", "bf16"], "no other option"),
+        (["flash", "--every-config", "--rtol", "0"], "no other option"),
         (["flash", "--small"], "add --every-config"),
         (["flash", "--kernel", "0"], "add --every-config"),
         (["nsa", "--every-config"], "there are no tile configurations of 'nsa': its branches have tables of their own"),

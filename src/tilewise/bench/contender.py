@@ -80,7 +80,7 @@ class Contender(NamedTuple):
 
 def own_implementation(operator: Operator) -> Implementation:
     """The backend that users get on this machine's device."""
-    found = [implementation for implementation in implementations(operator) if not implementation.interpreted]
+    found = [implementation for implementation in implementations() if not implementation.interpreted]
     if not found:
         raise UsageError("interpreted kernels are not timed: unset TILEWISE_BACKEND to time the CPU backend")
     return found[0]

@@ -270,7 +270,9 @@ def busy(device: torch.device) -> Iterator[None]:
         worker.start()
         # Long enough for clocks to rise.
         time.sleep(0.5)
-    yield
-    ended.set()
-    if device.type == "cuda":
-        worker.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        if device.type == "cuda":
+            worker.join()

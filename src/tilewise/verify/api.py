@@ -80,7 +80,7 @@ def search_failures(
 ) -> list[Result]:
     """For each implementation the smallest failure among `count` drawn cases, where there is one."""
     failures = []
-    for implementation in implementations(operator, impl):
+    for implementation in implementations(impl):
         suite: Suite = operator.load("suite")
         with one_process([case.name for case in suite.cases] if implementation.external else ()) as run:
             found = find_failure(operator, implementation, count, dtypes, settings, run)
@@ -93,7 +93,7 @@ def score(
 ) -> Iterator[MutantResult]:
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
-    kernels = next((i for i in implementations(operator) if i.name == "triton"), None)
+    kernels = next((i for i in implementations() if i.name == "triton"), None)
     mutants = planted(operator)
     if kernels is None or not mutants:
         raise UsageError(
@@ -199,8 +199,8 @@ def find_failure(
     return None
 
 
-def implementations(operator: Operator, external: str | None = None) -> list[Implementation]:
-    """What can be checked here: `external` alone, or the operator's backends (TILEWISE_BACKEND chooses one of them)."""
+def implementations(external: str | None = None) -> list[Implementation]:
+    """What can be checked here: `external` alone, or every backend (TILEWISE_BACKEND chooses one of them)."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -258,7 +258,7 @@ def plan(
         raise UsageError(f"{operator.name}: {error}") from None
     turns: dict[str, int] = {}
     checks = []
-    for implementation in implementations(operator, external):
+    for implementation in implementations(external):
         names = chosen or [case.name for case in suite.standard(implementation.device, implementation.interpreted)]
         for i, name in enumerate(names):
             turns[name] = turns.get(name, i - 1) + 1

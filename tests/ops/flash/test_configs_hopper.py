@@ -16,8 +16,8 @@ from tilewise.ops.flash.hopper.configs import (
     choose_forward,
     heads_together,
     padded,
-    serves,
     shared_bytes,
+    why_not,
 )
 
 USUAL = Problem(128, 128, 2048, 2, True)
@@ -40,18 +40,11 @@ BESIDE = 2048
         ("forward", {"value_channels": 100}, False),
         ("forward", {"keys": 256}, False),
         ("forward", {"keys": 257}, True),
-        ("forward", {"element_size": 4}, False),
-        ("forward", {"descriptors": False}, False),
     ],
     ids=str,
 )
-def test_serves(direction, changes, expected):
-    assert serves(direction, USUAL._replace(**changes), 90) is expected
-
-
-@pytest.mark.parametrize("architecture", [80, 86, 89, 100, 120])
-def test_no_other_architecture(architecture):
-    assert not serves("forward", USUAL, architecture)
+def test_which_channels_and_keys_they_take(direction, changes, expected):
+    assert (why_not(direction, USUAL._replace(**changes)) is None) is expected
 
 
 def test_the_table_is_whole_and_fits():

@@ -175,11 +175,11 @@ def test_the_device_chooses_the_order(device, monkeypatch):
 
 def test_every_block_size_has_parts_that_fit_or_is_refused():
     for block in range(1, 129):
-        parts = configs.chunks_of_block(block, 256, 4, 90)
+        parts = configs.parts_of_block(block, 256, 4, 90)
         assert parts == 0 or block % parts == 0
         assert parts > 0 or block % 16 != 0
-    assert configs.chunks_of_block(64, 128, 2, 90) == 1
-    assert configs.chunks_of_block(127, 256, 4, 90) == 0
+    assert configs.parts_of_block(64, 128, 2, 90) == 1
+    assert configs.parts_of_block(127, 256, 4, 90) == 0
     x = torch.zeros(1, 127, 1, 256)
     with pytest.raises(ValueError, match="block_size is 127.*a multiple of 16"):
         make_inputs(x, x, x, torch.zeros(1, 127, 1, 1), None, 127, 1.0)

@@ -103,7 +103,7 @@ def rows_a_token(width: int, element_size: int, architecture: int) -> int:
     return min(choose(kernel, width, element_size, architecture).block_m for kernel in kernels)
 
 
-def chunks_of_block(block_size: int, width: int, element_size: int, architecture: int) -> int:
+def parts_of_block(block_size: int, width: int, element_size: int, architecture: int) -> int:
     """Into how many parts a block of keys is cut so that a tile of it fits; 0 where no part of at least
     16 keys does.
     """

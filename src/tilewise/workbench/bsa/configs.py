@@ -14,7 +14,7 @@ from tilewise.ops.bsa.configs import TABLE, WIDTHS, Config, Kernel, Options
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
 from tilewise.ops.flash.configs import Family
 from tilewise.ops.nsa.compress.launch import compress
-from tilewise.ops.nsa.configs import chunks_of_block
+from tilewise.ops.nsa.configs import parts_of_block
 from tilewise.verify.every_config import Choice, Outcome, filled, gradient_outcomes, output_outcomes
 from tilewise.workbench.nsa.configs import CARDS
 from tilewise.workbench.operator import Configurations
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         """Keys per tile: blocks, or a block of BLOCK, or the parts it is split into on the first of its families."""
         if self.kernel == "choose":
             return self.config.block_n
-        return BLOCK // chunks_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
+        return BLOCK // parts_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
 
     @property
     def operations(self) -> int:
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
         return [
             family
             for family, card in CARDS.items()
-            if (self.kernel == "choose" or chunks_of_block(BLOCK, self.channels, self.element_size, card))
+            if (self.kernel == "choose" or parts_of_block(BLOCK, self.channels, self.element_size, card))
             and configs.choose(self.kernel, self.channels, self.element_size, card) == self.config
         ]
 

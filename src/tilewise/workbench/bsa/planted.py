@@ -195,8 +195,8 @@ BSA = (
         "means-unscaled",
         "keys get their means' whole gradient",
         _COMBINE,
-        "mask=m_c, other=0.0).to(tl.float32) / BLOCK_SIZE",
-        "mask=m_c, other=0.0).to(tl.float32)",
+        "acc /= BLOCK_SIZE",
+        "acc /= 1",
     ),
     Mutant(
         "means-lost",

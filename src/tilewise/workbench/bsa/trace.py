@@ -14,7 +14,7 @@ from tilewise.ops.bsa.configs import Options, Results
 from tilewise.ops.bsa.reference import block_sparse_attn
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.flash.simulate import Named
-from tilewise.ops.nsa.configs import chunks_of_block
+from tilewise.ops.nsa.configs import parts_of_block
 from tilewise.ops.nsa.selected.launch import SUMMED_ROWS
 from tilewise.ops.nsa.simulate import Results as Entries
 from tilewise.ops.nsa.simulate import Segment, Tiling, segments
@@ -358,7 +358,7 @@ def _case(request: Request) -> Case:
     check_tile("block_m", block_m)
     if block_size < 1:
         raise UsageError(f"--block-n {block_size}: expected a block of at least 1 key")
-    if not chunks_of_block(
+    if not parts_of_block(
         block_size, max(tile_widths(CHANNELS, CHANNELS, request.precision.itemsize)), request.precision.itemsize, 90
     ):
         raise UsageError(

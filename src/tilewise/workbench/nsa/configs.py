@@ -49,7 +49,7 @@ class Entry(NamedTuple):
         """Keys per tile: windows, or a block of 64, or the parts it is split into on the first of its families."""
         if self.kernel == "scores":
             return self.config.block_n
-        return BLOCK // configs.chunks_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
+        return BLOCK // configs.parts_of_block(BLOCK, self.channels, self.element_size, CARDS[self.families[0]])
 
     @property
     def operations(self) -> int:
@@ -90,7 +90,7 @@ class Entry(NamedTuple):
         found: list[Family] = []
         for family, card in CARDS.items():
             cut = (
-                1 if self.kernel == "scores" else configs.chunks_of_block(BLOCK, self.channels, self.element_size, card)
+                1 if self.kernel == "scores" else configs.parts_of_block(BLOCK, self.channels, self.element_size, card)
             )
             if cut and configs.choose(self.kernel, self.channels, self.element_size, card) == self.config:
                 found.append(family)

@@ -53,7 +53,7 @@ def make_inputs(
 ) -> Inputs:
     """Inputs as the kernels take them: a long block cut into parts that fit."""
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
-    parts = nsa_configs.chunks_of_block(block_size, width, size, architecture(q.device))
+    parts = nsa_configs.parts_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
@@ -161,8 +161,8 @@ def backward(inputs: Inputs, do: torch.Tensor, base: torch.Tensor) -> tuple[torc
         return dq, k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
     config, block_n, by_token = inputs.config("selected_bwd"), inputs.block_n, q.shape[-2] * named.slots
     # What stays by entry: a row of dq, the index, and a share of the sums that further segments store separately.
-    left_aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
-    chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + left_aside + 8))
+    bytes_aside = (k.shape[-1] + v.shape[-1]) * 4 * block_n // configs.SEGMENT
+    chunks = index.chunks(named, by_token * (dq.shape[-1] * dq.element_size() + bytes_aside + 8))
     # The first chunk's lists begin the sums: no block is without its own tokens, but in a chunk of several.
     sums = KeySums(*((x.new_zeros if len(chunks) > 1 else x.new_empty)(x.shape, dtype=torch.float32) for x in (k, v)))
     entries = chunks[0].tiles * named.tile_tokens * by_token

@@ -120,14 +120,6 @@ def why_not(direction: Direction, problem: Problem) -> str | None:
     return None
 
 
-def serves(direction: Direction, problem: Problem, architecture: int) -> bool:
-    """Whether the Hopper kernels take a problem; `problem.descriptors` says whether tile descriptors can read all of
-    its tensors.
-    """
-    fits = architecture == ARCHITECTURE and problem.element_size == 2 and problem.descriptors
-    return fits and why_not(direction, problem) is None
-
-
 @cached
 def padded(channels: int) -> int:
     """Channels padded to a tile."""

@@ -198,7 +198,7 @@ def make_inputs(
     heads.
     """
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
-    parts = configs.chunks_of_block(block_size, width, size, architecture(q.device))
+    parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
     if parts == 0:
         raise ValueError(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"

@@ -1,0 +1,1 @@
+"""Dense flash attention."""

@@ -1,0 +1,1 @@
+"""HSTU attention: SiLU in place of softmax, over packed sequences."""

@@ -1,0 +1,1 @@
+"""Native sparse attention: compressed, selected and near keys, each branch with a gate."""
