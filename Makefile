@@ -8,14 +8,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Both are installed from their folders.
 PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
-# Beside the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
+# Besides the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
 
 .PHONY: help verify bench test test-all test-slow test-nightly test-tritons inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
-	@echo "make bench     install, then time every operator beside what a user would pick instead, into bench/"
+	@echo "make bench     install, then time every operator against what a user would pick instead, into bench/"
 	@echo "make test      install, then lint, types and tests"
 	@echo "make test-slow  install, then the tests marked slow"
 	@echo "make test-all  make test with the tests marked slow"
@@ -41,7 +41,8 @@ verify: $(READY)
 bench: $(READY)
 	@mkdir -p bench
 	@failed=0; for operator in flash nsa nsa-compressed nsa-selected hstu bsa; do \
-	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png --html bench/$$operator.html || failed=1; \
+	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png \
+	    --html bench/$$operator.html || failed=1; \
 	done; exit $$failed
 
 lint: $(READY)

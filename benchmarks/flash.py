@@ -1,4 +1,4 @@
-"""Times flash attention, forward and backward, beside what a user would pick instead (cuDNN and FlashAttention-2
+"""Times flash attention, forward and backward, against what a user would pick instead (cuDNN and FlashAttention-2
 through torch), in one run.
 
 python benchmarks/flash.py --json benchmarks/results/flash-h200.json

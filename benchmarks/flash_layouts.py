@@ -1,5 +1,5 @@
-"""Times flash attention over packed sequences of unequal lengths beside equal ones, and with shared key heads beside
-one for each query head.
+"""Times flash attention over packed sequences of unequal lengths against equal ones, and with shared KV heads
+against one for each query head.
 
 The latter over packed sequences of equal lengths, and over the batches of benchmarks/flash.py.
 
@@ -63,8 +63,9 @@ def calls(
 def measure(
     clock: Clock, equal: list[int], unequal: list[int] | None, heads: int, channels: int, causal: bool
 ) -> list[dict[str, object]]:
-    """Rates of equal lengths, without and with GROUP query heads a key head, taken in turns; packed beside unequal ones
-    where there are any.
+    """Rates of equal lengths, with one query head a KV head and with GROUP, taken in turns.
+
+    Where `unequal` is given, sequences are packed, and its lengths are timed too.
     """
     kinds = {"equal": (equal, heads), "groups": (equal, heads // GROUP)} | (
         {} if unequal is None else {"unequal": (unequal, heads)}

@@ -1,4 +1,4 @@
-"""Times calls as called, in one run: the host's time of small ones, and long ones beside their CUDA graphs.
+"""Times calls as called, in one run: the host's time of small ones, and long ones against their CUDA graphs.
 
 python benchmarks/host.py --json benchmarks/results/host-h200.json
 python benchmarks/host.py --compare ../before/src     before and after in one run: versions take turns in each round

@@ -1,4 +1,4 @@
-"""What benchmarks/host.py measures: small calls, long ones beside their CUDA graphs, and calls whose shape is new."""
+"""What benchmarks/host.py measures: small calls, long ones against their CUDA graphs, and calls whose shape is new."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured beside each other; `build` takes the device's name."""
+    """Contenders that are measured against each other; `build` takes the device's name."""
 
     name: str
     topic: str
@@ -168,7 +168,7 @@ def new_lengths(step: bool, count: int = NEW_SHAPES, among: range = LENGTHS) -> 
 
 
 def new_shapes(operator: str, lengths: Lengths, device: str, grad: bool) -> dict[str, Contender]:
-    """Calls that all have another shape, beside one of the middle size that is repeated."""
+    """Calls that all have another shape, against one of the middle size that is repeated."""
 
     def calls(longest: Sequence[int]) -> list[Call]:
         return packed_calls(operator, [(length, length // SHORTER) for length in longest], device, grad)

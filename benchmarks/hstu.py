@@ -1,4 +1,4 @@
-"""Times HSTU attention and its block-sparse form on a GPU, beside plain torch and beside each other, in one run.
+"""Times HSTU attention and its block-sparse form on a GPU, against plain torch and against each other, in one run.
 
 python benchmarks/hstu.py --json benchmarks/results/hstu-h200.json
 
@@ -169,7 +169,7 @@ def described(kind: str, shape: Shape, jagged: bool) -> dict[str, object]:
 
 
 def dense_row(clock: Clock, shape: Shape, jagged: bool) -> dict[str, object]:
-    """One shape, full-length beside torch, or jagged; as called, and as CUDA graphs."""
+    """One shape, full-length against torch, or jagged; as called, and as CUDA graphs."""
     batch = Batch(shape, jagged)
     times = milliseconds(clock, dense(batch).calls("dense") | ({} if jagged else in_torch(batch).calls("torch")))
     graphs = in_graphs(clock, shape, jagged, "dense")
@@ -182,7 +182,7 @@ def dense_row(clock: Clock, shape: Shape, jagged: bool) -> dict[str, object]:
 
 
 def sparse_row(clock: Clock, shape: Shape) -> dict[str, object]:
-    """One shape, full-length: block-sparse beside dense, as called, and as CUDA graphs."""
+    """One shape, full-length: block-sparse against dense, as called, and as CUDA graphs."""
     batch = Batch(shape, jagged=False)
     times = milliseconds(clock, dense(batch).calls("dense") | sparse(batch).calls("block-sparse"))
     graphs = in_graphs(clock, shape, False, *KINDS)

@@ -1,4 +1,4 @@
-"""Times mytorch on the CPU beside torch with as many threads, in one run: a CNN's training step, start-up, attention
+"""Times mytorch on the CPU against torch with as many threads, in one run: a CNN's training step, start-up, attention
 and its memory.
 
 python benchmarks/mytorch_cpu.py --json benchmarks/results/mytorch-cpu.json
@@ -121,7 +121,7 @@ def attention_calls(causal: bool) -> Calls:
 
 
 def attention(rounds: int) -> list[dict[str, Any]]:
-    """Beside torch's scaled_dot_product_attention, with and without a causal mask; backward is both less forward."""
+    """Against torch's scaled_dot_product_attention, with and without a causal mask; backward is both less forward."""
     mytorch.set_cpu_backend("parallel")
     found = []
     for name, causal in (("full", False), ("causal", True)):

@@ -1,5 +1,5 @@
-"""Times mytorch on a GPU beside torch, in one run: a CNN's training step, and flash attention beside the same launcher
-under torch.
+"""Times mytorch on a GPU against torch, in one run: a CNN's training step, and flash attention against the same
+launcher under torch.
 
 python benchmarks/mytorch_gpu.py --json benchmarks/results/mytorch-h200.json
 

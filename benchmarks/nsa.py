@@ -1,5 +1,5 @@
-"""Times native sparse attention, its selected branch and its parts, beside dense attention (cuDNN through torch), in
-one run.
+"""Times native sparse attention, its selected branch and its parts, against dense attention (cuDNN through torch),
+in one run.
 
 python benchmarks/nsa.py --json benchmarks/results/nsa-h200.json
 """
@@ -21,9 +21,9 @@ from tilewise.ops.nsa.problem import Sizes
 
 CHANNELS, BLOCK, COUNT, WINDOW = 128, 64, 16, 512
 SIZES = Sizes(compress_size=32, compress_stride=16, block_size=BLOCK, block_count=COUNT, init_blocks=1, local_blocks=2)
-# (tokens, query heads, key heads, patterns) of the selected branch alone.
+# (tokens, query heads, KV heads, patterns) of the selected branch alone.
 SELECTED = ((65536, 64, 4, ("random", "smooth")), (65536, 16, 4, ("random", "smooth")), (16384, 16, 16, ("random",)))
-# Lengths of the whole, with 64 query and 4 key heads.
+# Lengths of the whole, with 64 query and 4 KV heads.
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 HEADS, KEY_HEADS = 64, 4
 
@@ -87,7 +87,7 @@ def milliseconds(clock: Clock, calls: dict[str, Callable[[], object]]) -> dict[s
 
 
 def selected_row(clock: Clock, tokens: int, heads: int, key_heads: int, kind: str) -> dict[str, object]:
-    """The selected branch alone, index work included, beside dense attention over the same tensors."""
+    """The selected branch alone, index work included, against dense attention over the same tensors."""
     q, k, v, do = tensors(tokens, heads, key_heads)
     indices, scale = pattern(tokens, key_heads, kind), CHANNELS**-0.5
     o, lse = launch.selected_forward(q, k, v, indices, None, BLOCK, scale)

@@ -75,7 +75,7 @@ def host_lines(document: Mapping[str, Any]) -> list[str]:
     columns = [
         "case",
         "ours µs",
-        "beside",
+        "baseline",
         "its µs",
         "ratio",
         "asked",

@@ -23,7 +23,7 @@ def outside(page: str) -> re.Pattern[str]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages: out of the navigation and of the search, which would else find code before prose."""
+    """Adds the pages: out of the navigation and of the search, which would otherwise find code before prose."""
     pages = [page for page in files.documentation_pages() if page.inclusion.is_included()]
     for path in sorted({path for page in pages for path in outside(page.src_uri).findall(page.content_string)}):
         language = LANGUAGES.get(Path(path).suffix, "text")

@@ -1,4 +1,4 @@
-"""A small Triton attention with a bug, and the same kernel mended: the story of docs/verify.md.
+"""A small Triton attention with a bug, and the same kernel fixed: the story of docs/verify.md.
 
 tilewise verify flash --impl examples/triton_kernel.py:broken --no-grad --config small --config block+1 --config
 odd-lengths --config medium

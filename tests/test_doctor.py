@@ -347,7 +347,7 @@ def test_tritons_cache(monkeypatch, tmp_path):
 def test_a_full_disk(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100 << 30, 99 << 30, 1 << 30))
     finding = doctor_machine.disk()
-    assert finding.found == "1.0 GiB free beside Triton's cache"
+    assert finding.found == "1.0 GiB free on the disk of Triton's cache"
     assert "make room" in finding.advice
 
 

@@ -60,7 +60,7 @@ def found_in(site: Path) -> dict:
 
 
 def pip_would_install(site: Path, requirements: list[str], constraints: list[str], folder: Path) -> set[str]:
-    """Names of what pip would install beside what is there, or would but for want of it."""
+    """Names of what pip would install in addition to what is there, whether or not it can be found."""
     wanted, pins = folder / "requirements.txt", folder / "constraints.txt"
     wanted.write_text("\n".join(requirements))
     pins.write_text("\n".join(constraints))

@@ -172,9 +172,9 @@ def trace(
     causal: Annotated[
         bool, typer.Option("--causal", help="With the causal mask; nsa operators and bsa always have theirs.")
     ] = False,
-    targets: Annotated[int, typer.Option(help="hstu: so many tokens at the end are targets.")] = 0,
-    context: Annotated[int, typer.Option(help="hstu: so many tokens at the start are the context.")] = 0,
-    max_attn_len: Annotated[int, typer.Option(help="hstu: only keys at most so far away; 0 for no limit.")] = 0,
+    targets: Annotated[int, typer.Option(help="hstu: how many tokens at the end are targets.")] = 0,
+    context: Annotated[int, typer.Option(help="hstu: how many tokens at the start are the context.")] = 0,
+    max_attn_len: Annotated[int, typer.Option(help="hstu: how far away keys may be; 0 for no limit.")] = 0,
     by_range: Annotated[
         bool, typer.Option("--range", "-r", help="Fill inputs by rule: element i of n is i/n, k negated.")
     ] = False,

@@ -140,7 +140,7 @@ def test_versions_take_turns_and_medians_count():
     assert row["microseconds"]["before"]["ours"] == {"host": 6.0, "whole": 9.0, "host_low": 5.0, "host_high": 7.0}
     document = json.loads(json.dumps({"benchmark": "host", "rows": [row]}))
     assert table.lines(document) == [
-        "| case | ours µs | beside | its µs | ratio | asked | before µs | now / before |",
+        "| case | ours µs | baseline | its µs | ratio | asked | before µs | now / before |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| a case | 3.0 | other | 4.0 | 0.75 | ≤ 1.50 | 6.0 | 0.50 |",
         "| a case: kernels compiled + loaded | 1 + 2 |  |  |  | 0 + 0 | 1 + 2 |  |",

@@ -1,4 +1,4 @@
-"""Cards that nobody here has: every portable configuration, compiled for each."""
+"""Every portable configuration, compiled for cards that no test machine has."""
 
 import pytest
 

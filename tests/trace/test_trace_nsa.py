@@ -57,7 +57,7 @@ def test_right_kernels_agree(tmp_path, words):
 
 def test_the_programs_asked_for_are_traced(tmp_path):
     lists = invoke(tmp_path, "nsa-selected", "--head", "1", "--program", "2").output
-    # Each key head has four blocks, and each of them a list.
+    # Each KV head has four blocks, and each of them a list.
     assert "nsa_selected_fwd_lists_kernel, program 6, KV head 1, block 2, " in lists
     assert "nsa_selected_fwd_merge_kernel, program 2, tokens 32 to 47, rows of all heads" in lists
     union = invoke(
@@ -241,8 +241,8 @@ def test_lists_that_are_divided(monkeypatch):
         ("nsa-selected --causal", "--causal means nothing to nsa-selected"),
         ("nsa-selected --warp 0", "--warp means nothing to nsa-selected"),
         ("nsa-selected --impl a.py:f", "--impl means nothing to nsa-selected"),
-        ("nsa-selected --head 2", "there is no key head 2: expected 0 to 1"),
-        ("nsa-selected --program 4", "key head 0 has 4 programs in this order: expected --program 0 to 3"),
+        ("nsa-selected --head 2", "there is no KV head 2: expected 0 to 1"),
+        ("nsa-selected --program 4", "KV head 0 has 4 programs in this order: expected --program 0 to 3"),
         ("nsa-selected --program 2 --order union", "has 2 programs in this order"),
         ("nsa-selected --block-m 24", "expected a power of two"),
         ("nsa-selected --block-n 0", "expected a block of at least 1 key"),

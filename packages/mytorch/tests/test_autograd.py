@@ -1,5 +1,5 @@
-"""The graph: what is recorded, in which order it is walked, that gradients are nobody else's memory, and
-what is freed.
+"""The graph: what is recorded, in which order it is walked, that gradients share no memory with anything else,
+and what is freed.
 """
 
 import gc

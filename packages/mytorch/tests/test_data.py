@@ -40,7 +40,7 @@ def test_idx_of_every_type(tmp_path, code, shape, pack):
     assert found.dtype.isnative
     assert found.shape == shape
     assert (found == array).all()
-    found[...] = 1  # It is nobody else's memory.
+    found[...] = 1  # It shares no memory with anything else.
 
 
 def test_idx_as_the_format_defines_it(tmp_path):

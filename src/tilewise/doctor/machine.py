@@ -53,19 +53,19 @@ VARIABLES = {
     "TILEWISE_CHECK": "offsets are checked at every call, which waits for the GPU; unset it before timing",
     "TRITON_CACHE_DIR": "compiled kernels are kept there",
     "TRITON_DEBUG": "kernels are compiled with checks and are slower; unset it before timing",
-    "TRITON_ALWAYS_COMPILE": "every first launch compiles anew; unset it to use the cache",
+    "TRITON_ALWAYS_COMPILE": "every first launch compiles, cached or not; unset it to use the cache",
     "TRITON_KERNEL_OVERRIDE": "compiled kernels may be replaced by files; unset it unless that is meant",
     "TRITON_PTXAS_PATH": (
         "another ptxas than Triton's own assembles kernels; unset it before comparing registers and spills"
     ),
     "CUDA_LAUNCH_BLOCKING": "every launch waits for the one before; unset it before timing",
-    "CUDA_VISIBLE_DEVICES": "torch sees only these GPUs, and numbers them anew",
+    "CUDA_VISIBLE_DEVICES": "torch sees only these GPUs, and numbers them from 0",
     "NVIDIA_TF32_OVERRIDE": "fp32 products of torch change; unset it before verifying",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products of torch are less exact; unset it before verifying",
     "PYTORCH_CUDA_ALLOC_CONF": "memory is given out in another way; peaks of memory differ from the default's",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation waits for the GPU; unset it before timing",
-    "OMP_NUM_THREADS": "torch and numba use so many threads on the CPU",
-    "NUMBA_NUM_THREADS": "mytorch's loops use so many threads",
+    "OMP_NUM_THREADS": "torch and numba use this many threads on the CPU",
+    "NUMBA_NUM_THREADS": "mytorch's loops use this many threads",
 }
 # Seconds that counting the cache's files may take, and free space in bytes below which compiling may fail.
 COUNTING = 0.5
@@ -155,7 +155,7 @@ def disk() -> Finding:
         free = shutil.disk_usage(_existing(_cache_folder())).free
     except OSError as error:
         return Finding("disk", f"not known ({error.strerror})", "note", "look at the folder of Triton's cache")
-    found = f"{free / 2**30:,.1f} GiB free beside Triton's cache"
+    found = f"{free / 2**30:,.1f} GiB free on the disk of Triton's cache"
     if free < LITTLE_SPACE:
         return Finding(
             "disk",

@@ -1,15 +1,9 @@
-"""Audits offsets: every operator's launches at sizes that fit no machine, for 32-bit overflow, out-of-bounds accesses
-and grid limits.
+"""Audits every operator's launches at sizes that fit no machine: 32-bit overflow, out-of-bounds accesses, grid limits.
 
-Calls at virtual sizes, for the audit of their launches: 10 million tokens, many heads, strides far apart.
+Cases are calls on tensors with shapes and no memory: 10 million tokens, many heads, strides far apart. Of each launch
+selected programs are interpreted, with every 32-bit number and every address checked.
 
-Tensors have shapes and no memory.
-
-One launch: whether a GPU can launch it, and selected programs interpreted with every 32-bit number and every address
-checked.
-
-This needs a process that interprets kernels and does nothing else meanwhile: Triton's interpreter is patched while a
-launch is audited.
+Triton's interpreter is patched while a launch is audited: the process must do nothing else meanwhile.
 """
 
 import contextlib

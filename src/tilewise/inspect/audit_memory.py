@@ -2,7 +2,7 @@
 allocated.
 
 Each tensor has its own address range, far from all others. Floats read as 0; integers as the tensor's values if it has
-any, else as the launch's tables say (`audit_tables`).
+any, else as the launch's tables say (`tables`).
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -121,8 +121,8 @@ def _check_other(request: Request, word: str) -> None:
         raise UsageError(f"--diff {word}: {request.operator} is a saved file, so expected another one")
     if ":" not in word and (request.impl or not request.config or not word.isdecimal()):
         raise UsageError(
-            f"--diff {word}: expected FILE.py:FUNCTION or a file that --json wrote, or beside --config I the number of"
-            " another one"
+            f"--diff {word}: expected FILE.py:FUNCTION, a file that --json wrote, or, with --config I, the number of"
+            " another configuration"
         )
 
 

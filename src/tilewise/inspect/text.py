@@ -1,7 +1,4 @@
-"""Rows as a table on a terminal, and as lines that say all of it elsewhere.
-
-What changed between two sets of kernels, kernel by kernel.
-"""
+"""Rows as a table on a terminal, as lines that say all of it elsewhere, and what changed between two sets of them."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
@@ -22,7 +19,7 @@ MIX = {
     "st": "stores",
     "bar": "barriers",
 }
-COLUMNS = ("kernel", "regs", "spill", "shared", "matrix unit", *MIX, "occupancy")
+COLUMNS = ("kernel", "regs", "spill", "shared", "tensor cores", *MIX, "occupancy")
 SHORT = {"shared memory": "shared", "tensor memory": "tensor"}
 
 
@@ -91,7 +88,7 @@ def _table(architecture: int, rows: Sequence[Row]) -> Table:
     for name in COLUMNS:
         table.add_column(
             name,
-            justify="left" if name in ("kernel", "matrix unit", "occupancy") else "right",
+            justify="left" if name in ("kernel", "tensor cores", "occupancy") else "right",
             no_wrap=name != "kernel",
         )
     errors: list[str] = []
@@ -187,7 +184,7 @@ def _values(facts: Facts) -> dict[str, object]:
         "fits": fits(facts),
         "tensor memory": facts.tensor_memory,
         "warps of a block": facts.warps,
-        "matrix unit": units(facts) or "none",
+        "tensor cores": units(facts) or "none",
         "ptxas": facts.ptxas,
     }
     values |= facts.mix or {}

@@ -205,7 +205,7 @@ class NativeSparseAttention(nn.Module):
         return cast(torch.Tensor, self.to_out(result.flatten(-2)))
 
     def init_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> NSACache:
-        """An empty cache for `step`, for so many sequences of so many tokens; in the dtype of the weights, or
+        """An empty cache for `step`, for `batch` sequences of up to `max_len` tokens; in the dtype of the weights, or
         autocast's inside autocast.
         """
         weight = self.to_k.weight

@@ -149,7 +149,7 @@ class _Single:
             if not _same_bits(x, values):
                 findings.append(Finding(MODIFIED, f"{name} is not what it was before the call"))
             elif not torch.equal(_memory(x), memory):
-                findings.append(Finding(OVERRUN, f"memory beside {name} was written"))
+                findings.append(Finding(OVERRUN, f"memory next to {name} was written"))
         overrun = watch.overrun()
         return Attempt(results, (*findings, *((Finding(OVERRUN, overrun),) if overrun else ())))
 

@@ -1,10 +1,7 @@
-"""Results as lines of text.
+"""Results as lines of text and as JSON, with what failing cases have in common and passing ones do not.
 
-A report as JSON.
-
-`report.schema.json` next to this file describes every field; its version changes when readers have to change.
-
-What failing cases have in common and passing ones do not.
+`report.schema.json` next to this file describes every field of the JSON; its version changes when readers have to
+change.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ from tilewise.ops.flash.hopper.configs import (
 )
 
 USUAL = Problem(128, 128, 2048, 2, True)
-# Barriers and notes beside the tiles.
+# Barriers and the mailbox, next to the tiles.
 BESIDE = 2048
 
 

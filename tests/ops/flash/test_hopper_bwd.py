@@ -253,7 +253,7 @@ def test_the_same_bits_a_thousand_times(channels, window):
     ],
 )
 def test_chunks_have_the_same_bits(case, monkeypatch):
-    """Whether all is worked on at once, or some batch entries or key heads after the others for want of memory."""
+    """Whether all is processed at once or, to save memory, in chunks of batch entries or KV heads."""
     inputs = inputs_of(case)
     head = 4 * hopper_launch.tile_slots(inputs.q.shape[-3], 64, inputs.cu_q) * 64 * inputs.group * inputs.q.shape[-1]
     monkeypatch.setattr(hopper_launch, "sm_count", lambda _device: 1)

@@ -1,14 +1,13 @@
-"""The keep-mask of HSTU attention with targets or a contextual prefix, and the ranges of tiles that follow from it.
+"""Which pairs the masks of SiLU attention keep, flash attention's mask or a `History`, and the ranges of tiles that
+hold them.
 
-Token i of a sequence stands at `position(i) = min(max(i - context + 1, 0), end)`: the first `context` tokens share
-position 0, and the targets at its end share position `end`. With `d = position(i) - position(j)`, or its absolute value
-where not causal, key j takes part for query i where `i == j` or `0 < d <= reach`; and, where there is a context, for a
-query at position 0 every key before `end`.
+A `History` is one sequence's mask in HSTU attention with targets or a contextual prefix: a context of None is none, a
+reach of None no limit. Token i stands at `position(i) = min(max(i - context + 1, 0), end)`: the first `context` tokens
+share position 0, and the targets at the end share position `end`. With `d = position(i) - position(j)`, or its absolute
+value where not causal, key j takes part for query i where `i == j` or `0 < d <= reach`; and, where there is a context,
+for a query at position 0 every key before `end`.
 
-A sequence's mask is a `History`: a context of None is none, a reach of None no limit.
-
-Which pairs of SiLU attention take part, and the ranges of tiles that hold them: by flash attention's mask, or by
-`history`'s. `mask` is a `Pairs`, TILE the kernel's constants.
+`kept_pairs`, `keys_of` and `queries_of` serve both masks: `mask` is a `Pairs`, TILE the kernel's constants.
 """
 
 import triton

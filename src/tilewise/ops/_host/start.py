@@ -1,7 +1,7 @@
 """Starting compiled kernels: which one a launch needs, and Triton's launcher called directly.
 
-Triton binds and specialises every argument anew at each launch, some 40 µs for ours. Here that is done once for each
-launch of a program, which then calls the launcher that Triton made.
+Triton binds and specialises every argument at each launch, some 40 µs for ours. Here that is done once for each launch
+of a program, which then calls the launcher that Triton made.
 """
 
 import contextlib

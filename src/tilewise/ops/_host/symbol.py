@@ -1,10 +1,8 @@
-"""Numbers that differ from call to call: sizes, strides, options that are numbers. What a plan computes from them is
-recorded as code.
+"""What a plan runs on in place of a call's numbers and tensors: symbols and slots.
 
-A plan that runs on symbols in place of numbers leaves two things: expressions, which compute a later call's numbers,
-and decisions, which must come out the same for the plan's result to serve that call too.
-
-A tensor's place in a launch template: all that is known of a tensor before the call.
+A symbol stands for a number that differs from call to call: a size, a stride, an option. A plan that runs on symbols
+leaves two things: expressions, which compute a later call's numbers, and decisions, which must come out the same for
+the plan's result to serve that call too. A slot has all that is known of a tensor before the call.
 
 Imports no Triton: code that all backends share may compute with symbols.
 """

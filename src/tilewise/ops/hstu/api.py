@@ -44,11 +44,11 @@ def hstu_attention(
         max_seq_len: the weights are divided by it; no sequence may be longer.
         alpha: any finite number, by default `D ** -0.5`.
         causal: a query sees itself and keys of a lower id; otherwise keys of any other id.
-        num_targets: `[B]`, int32 or int64: so many tokens at a sequence's end are targets, which see what comes before
-            them and themselves, not each other.
-        max_attn_len: where > 0, only keys whose id is at most so far away.
-        contextual_seq_len: where > 0, so many tokens at a sequence's start are its context: each sees all keys but
-            targets, whatever the limits.
+        num_targets: `[B]`, int32 or int64: how many tokens at each sequence's end are targets, which see what comes
+            before them and themselves, not each other.
+        max_attn_len: where > 0, only keys whose id is at most max_attn_len away.
+        contextual_seq_len: how many tokens at each sequence's start are its context: each sees all keys but targets,
+            whatever the limits.
         backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
             raises, never falls back.
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention's problem; the cases that verify checks, and those that bench times beside dense HSTU
+"""Block-sparse attention's problem; the cases that verify checks, and those that bench times against dense HSTU
 attention over the same q, k and v.
 """
 

@@ -1,4 +1,4 @@
-"""Flash attention's problem; the cases that verify checks, and those that bench times beside dense attention as torch
+"""Flash attention's problem; the cases that verify checks, and those that bench times against dense attention as torch
 offers it.
 """
 

@@ -1,5 +1,5 @@
-"""HSTU attention's problem; the cases that verify checks, and those that bench times beside what a user would write in
-torch for sequences of one length.
+"""HSTU attention's problem; the cases that verify checks, and those that bench times against what a user would write
+in torch for sequences of one length.
 """
 
 import dataclasses

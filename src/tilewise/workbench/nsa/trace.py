@@ -101,7 +101,7 @@ def _indices(tokens: int, block_size: int, seed: int) -> torch.Tensor:
 def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> Numbers:
     """The requested program of the requested head; program numbers of the other kernel wrap around."""
     if not 0 <= request.head < KEY_HEADS:
-        raise UsageError(f"there is no key head {request.head}: expected 0 to {KEY_HEADS - 1}")
+        raise UsageError(f"there is no KV head {request.head}: expected 0 to {KEY_HEADS - 1}")
     segments = [
         number for number, segment in enumerate(case.segments(request.direction, order)) if segment.head == request.head
     ]
@@ -112,7 +112,7 @@ def _numbers(request: Request, case: Case, order: selected.Order, rows: int) -> 
         asked, others = segments, list(range(-(-case.q.shape[1] * case.q.shape[2] // rows)))
     if not 0 <= request.program < len(asked):
         raise UsageError(
-            f"key head {request.head} has {len(asked)} programs in this order: expected --program 0 to {len(asked) - 1}"
+            f"KV head {request.head} has {len(asked)} programs in this order: expected --program 0 to {len(asked) - 1}"
         )
     one, other = asked[request.program], others[request.program % len(others)]
     return Numbers(other, one) if order == "union" else Numbers(one, other)

@@ -312,7 +312,8 @@ def plan_backward(
     order: Order = "fixed",
     config: Backward | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv in the inputs' dtype and contiguous, for a call that `hopper_configs.serves`.
+    """dq, dk and dv in the inputs' dtype and contiguous, for a call that the Hopper kernels take:
+    `why_not_hopper` of flash/launch.py is None.
 
     With groups or under a left limit the order cannot be `opened`.
     """
