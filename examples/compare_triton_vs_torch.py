@@ -1,4 +1,4 @@
-"""The kernels of block-sparse attention beside plain torch: `block_sparse_attn`, and `hstu_attention_with_bsa` around
+"""The kernels of block-sparse attention against plain torch: `block_sparse_attn`, and `hstu_attention_with_bsa` around
 it.
 
 python examples/compare_triton_vs_torch.py                                   # small, medium and large
@@ -57,7 +57,7 @@ def verdict(passed: bool) -> str:
 
 
 def compare_indices(actual: torch.Tensor, arguments: dict[str, Any], passed: bool) -> str:
-    """The chosen blocks beside the reference's own choice.
+    """The chosen blocks against the reference's own choice.
 
     Two blocks whose scores are equal within rounding may change places, so the verdict comes from verify, by score;
     these numbers are to look at.

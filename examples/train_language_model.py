@@ -58,7 +58,7 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each beside a residual."""
+    """Attention, then an MLP, each with a residual."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()

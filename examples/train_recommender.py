@@ -1,4 +1,4 @@
-"""A small sequential recommender of HSTULayers, with dense attention and with block-sparse attention, beside what is
+"""A small sequential recommender of HSTULayers, with dense attention and with block-sparse attention, against what is
 popular.
 
 python examples/train_recommender.py                     # two to three minutes of one CPU core

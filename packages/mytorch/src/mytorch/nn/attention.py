@@ -52,7 +52,7 @@ class MultiHeadAttention(Module):
 
 
 class TransformerBlock(Module):
-    """Attention, then two linear layers with GELU between them, each after a layer norm and beside a residual;
+    """Attention, then two linear layers with GELU between them, each after a layer norm and with a residual;
     `[B, T, width]` in and out.
     """
 

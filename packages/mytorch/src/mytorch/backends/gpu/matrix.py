@@ -13,7 +13,7 @@ from mytorch.backends.gpu.launcher import ACCUMULATORS, ENOUGH_PROGRAMS, Array, 
 from mytorch.backends.gpu.memory import Memory
 from mytorch.backends.gpu.reduce import Reduce, plan_parts
 
-# How matrix units multiply a type; those they do not take are multiplied element by element.
+# How tensor cores multiply a type; those they do not take are multiplied element by element.
 PRECISIONS = {torch.float16: "ieee", torch.float32: "tf32x3"}
 
 
