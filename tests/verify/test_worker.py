@@ -200,7 +200,7 @@ def test_planted_bugs_share_a_gpu_as_its_memory_allows(monkeypatch):
 def test_a_planted_bug_that_hangs_in_company_is_judged_alone(monkeypatch):
     """Planted bugs share a GPU, and one that spins there takes the others' time."""
     kernels = Implementation("triton", "cuda", interpreted=False)
-    monkeypatch.setattr(api, "implementations", lambda operator: [kernels])
+    monkeypatch.setattr(api, "implementations", lambda: [kernels])
     together = []
 
     def run_jobs(jobs):
