@@ -186,14 +186,16 @@ def _selected_call(
     nsa.selected_backward(q, k, k, indices, o, lse, q, None, cu, block, 0.1)
 
 
+def _audited_rows(packed: bool, stride: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Queries, keys and offsets of an audited layout."""
+    heads, key_heads = (audit.rows(n, packed=packed, stride=stride) for n in (audit.HEADS, audit.KEY_HEADS))
+    return heads, key_heads, audit.offsets(packed)
+
+
 def audit_compressed() -> Iterator[audit.Case]:
     """Means of windows, and attention to them."""
     for words, architecture, packed, stride in audit.layouts():
-        q, k, cu = (
-            audit.rows(audit.HEADS, packed=packed, stride=stride),
-            audit.rows(audit.KEY_HEADS, packed=packed, stride=stride),
-            audit.offsets(packed),
-        )
+        q, k, cu = _audited_rows(packed, stride)
         yield audit.Case(f"{words}, windows of 32 every 16", architecture, partial(_compressed_call, q, k, cu))
 
 
@@ -218,11 +220,7 @@ def audit_choose() -> Iterator[audit.Case]:
 def audit_selected() -> Iterator[audit.Case]:
     """Attention to named blocks."""
     for words, architecture, packed, stride in audit.layouts():
-        q, k, cu = (
-            audit.rows(audit.HEADS, packed=packed, stride=stride),
-            audit.rows(audit.KEY_HEADS, packed=packed, stride=stride),
-            audit.offsets(packed),
-        )
+        q, k, cu = _audited_rows(packed, stride)
         indices, block = audit.named(16, packed=packed), 16 if packed else 64
         yield audit.Case(
             f"{words}, 16 blocks of {block}", architecture, partial(_selected_call, q, k, indices, cu, block)
