@@ -21,7 +21,7 @@ def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Re
     result = Runner(found, partial(found.load("function"), backend=backend)).run(
         Check(operator, implementation, case, dtype)
     )
-    assert result.passed, "\n".join(result_lines(result, verbose=False))
+    assert result.passed, "\n".join(result_lines(result))
     return result
 
 

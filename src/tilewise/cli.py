@@ -89,7 +89,9 @@ def verify(
     ] = None,
     list_names: Annotated[bool, typer.Option("--list", help="List operators, cases and planted bugs.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every tensor of every case.")] = False,
+    verbosity: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="A line a check; -vv: every tensor's figures too.")
+    ] = 0,
     every_config: Annotated[
         bool, typer.Option("--every-config", help="Instead: run every tile configuration of one operator.")
     ] = False,
@@ -114,7 +116,7 @@ def verify(
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if every_config:
             given = impl, config, rtol, atol, repeat, json, html
-            others = range_raw, search, no_grad, mutants, fail_fast, verbose
+            others = range_raw, search, no_grad, mutants, fail_fast, verbosity
             if any(x is not None for x in given) or any(others) or (dtype, seed) != (DTYPES, SEED):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
@@ -129,8 +131,11 @@ def verify(
         settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
         what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])
-        request = Request(*what, settings, search, mutants, json, html, fail_fast, verbose, command)
-        passed = run_request(request, console)
+        request = Request(*what, settings, search, mutants, json, html, fail_fast, verbosity, command)
+        try:
+            passed = run_request(request, console)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
     if not passed:
         raise typer.Exit(1)
 

@@ -78,6 +78,6 @@ def tilewise_check(request: pytest.FixtureRequest) -> Callable[[Callable[..., An
         result = Runner(workbench.find(request.param.operator), function).run(request.param)
         if not result.passed:
             # The command to repeat it would name no file: the test itself does.
-            pytest.fail("\n".join(result_lines(result, verbose=False)[:-1]), pytrace=False)
+            pytest.fail("\n".join(result_lines(result)[:-1]), pytrace=False)
 
     return check

@@ -138,7 +138,7 @@ def test_a_failing_report_has_every_section():
     low, high = o.failure.expected_range
     assert f"expected range {low:.6g} to {high:.6g}" in text
     assert f"at [1, 53, 2, 6]: {o.failure.worst_actual:.6g}, expected {o.failure.worst_expected:.6g}" in text
-    assert f"off by more than 0.0001 + 0.001 · |expected| {o.failure.exceeding} of 6400 elements" in text
+    assert f"off by more than the {o.failure.atol:.2e} allowed {o.failure.exceeding} of 6400 elements" in text
     assert "shape [1, 2], expected [2, 1]" in text
     assert "failure: crash : signal 11 in flash_fwd_kernel" in text
     assert "mask-off-by-one flash keys one past the diagonal take part GOT AWAY" in text

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewise.report import STEPS, render, steps_legend, to_mention
-from tilewise.verify.compare import ATOL, RTOL, Comparison
+from tilewise.verify.compare import Comparison, Failure
 from tilewise.verify.diagnose import HeatMap
-from tilewise.verify.result import WARNING, Check, Implementation, Report, Result
+from tilewise.verify.result import WARNING, Implementation, Report, Result
 
 # Up to this many tiles, cells are wide enough to show their number.
 WIDE_TILES = 16
@@ -47,7 +47,7 @@ def render_html(
         groups=_groups(shown),
         unfolded=UNFOLDED,
         legend=[*steps_legend("within the limit"), ("sx", "NaN or infinite")],
-        tolerance=_tolerance,
+        rule=_rule,
     )
 
 
@@ -204,6 +204,5 @@ def _short(x: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _tolerance(check: Check) -> str:
-    rtol, atol = check.settings.tolerances() or (RTOL, ATOL)
-    return f"{atol:g} + {rtol:g} · |expected|"
+def _rule(failure: Failure) -> str:
+    return f"{failure.atol:g} + {failure.rtol:g} · |expected|" if failure.rtol else f"the {failure.atol:.2e} allowed"

@@ -1,18 +1,28 @@
-"""`tilewise verify`: plans the checks, shows them as they come, and writes reports."""
+"""`tilewise verify`: plans the checks, shows how far they are and what fails, and writes reports."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from tilewise import doctor, workbench
 from tilewise.doctor import environment
 from tilewise.verify.api import plan, planted, run_checks, score, search_failures
-from tilewise.verify.result import Check, Report, Settings
+from tilewise.verify.result import Check, Report, Result, Settings
 from tilewise.verify.suite import Suite
-from tilewise.verify.text import as_json, mutant_line, result_lines, verdict_lines
+from tilewise.verify.text import (
+    as_json,
+    check_line,
+    mutant_line,
+    result_lines,
+    share_text,
+    table_lines,
+    verdict_lines,
+    worst_of,
+)
 from tilewise.workbench.operator import Operator, UsageError
 
 STYLES = {"✓": "green", "✗": "red", "PASS": "green", "FAIL": "red"}
@@ -32,7 +42,8 @@ class Request:
     json: Path | None
     html: Path | None
     fail_fast: bool
-    verbose: bool
+    # 0: what fails or warns; 1: a line a check; 2: the figures of every tensor too.
+    verbosity: int
     # The command line as typed, for the reports.
     command: str
 
@@ -51,15 +62,22 @@ def run_request(request: Request, console: Console) -> bool:
         for operator in operators
     ]
     report = Report()
-    with _progress(console) as progress:
-        total = sum(len(checks) for _, checks in plans) + (
-            sum(len(planted(operator)) for operator in operators) if request.mutants else 0
-        )
-        task = progress.add_task("", total=total)
-        for line in _run(request, plans, report):
-            _print(console, line)
-            progress.update(task, completed=len(report.results) + len(report.mutants))
-    for line in verdict_lines(report):
+    progress = _Progress(console, request, plans)
+    try:
+        progress.start()
+        for lines in _run(request, plans, report):
+            for line in lines:
+                _print(console, line)
+            progress.show(report)
+    except KeyboardInterrupt:
+        progress.stop()
+        count, failed = sum(len(checks) for _, checks in plans), len(report.failures)
+        outcome = f"{failed} failed" if failed else "none failed"
+        console.print(f"interrupted: {len(report.results)} of {count} checks, {outcome}", highlight=False)
+        raise
+    finally:
+        progress.stop()
+    for line in (*table_lines(report.results), *verdict_lines(report)):
         _print(console, line)
     findings = doctor.as_json() if request.json or request.html else []
     if request.json:
@@ -85,11 +103,17 @@ def list_cases(operators: Sequence[str], console: Console) -> None:
             )
 
 
-def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[str]:
-    """Lines as results come; fills the report."""
+def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[list[str]]:
+    """Lines of each result as it comes; fills the report."""
+
+    def lines(result: Result) -> list[str]:
+        if request.verbosity > 1 or result.findings or not result.passed:
+            return result_lines(result, request.verbosity > 1)
+        return [check_line(result)] if request.verbosity else []
+
     for result in run_checks([check for _, checks in plans for check in checks]):
         report.results.append(result)
-        yield from result_lines(result, request.verbose)
+        yield lines(result)
         if request.fail_fast and not result.passed:
             return
     for operator, _ in plans:
@@ -97,13 +121,13 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
             report.searched[operator.name] = request.search
             for result in search_failures(operator, request.impl, request.search, request.dtypes, request.settings):
                 report.results.append(result)
-                yield from result_lines(result, request.verbose)
+                yield lines(result)
                 if request.fail_fast:
                     return
         if request.mutants:
             for mutant in score(operator, request.configs, request.dtypes, request.settings):
                 report.mutants.append(mutant)
-                yield mutant_line(mutant)
+                yield [mutant_line(mutant)]
 
 
 def _operators(request: Request) -> list[Operator]:
@@ -116,14 +140,37 @@ def _suite(operator: Operator) -> Suite:
     return operator.load("suite")
 
 
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("checks"), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+class _Progress(Progress):
+    """One line an operator on a terminal: checks done, and how close the worst comes to what is allowed."""
+
+    def __init__(self, console: Console, request: Request, plans: Sequence[tuple[Operator, list[Check]]]) -> None:
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+        )
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._tasks_of: dict[str, TaskID] = {}
+        for operator, checks in plans:
+            self._tasks_of[operator.name] = self.add_task(operator.name, total=len(checks), unit="checks")
+        bugs = sum(len(planted(operator)) for operator, _ in plans) if request.mutants else 0
+        self._bugs = self.add_task("planted bugs", total=bugs, unit="caught") if bugs else None
+
+    def show(self, report: Report) -> None:
+        """Bring the lines up to date."""
+        for operator, task in self._tasks_of.items():
+            done = [result for result in report.results if result.check.operator == operator]
+            worst = worst_of(done)
+            unit = f"checks, worst {share_text(worst.worst.share)} of allowed" if worst and worst.worst else "checks"
+            self.update(task, completed=len(done), unit=unit)
+        if self._bugs is not None:
+            self.update(self._bugs, completed=len(report.mutants))
 
 
 def _print(console: Console, line: str) -> None:
+    """The whole line at once: while a bar is shown, pieces of one would be wiped out with it."""
+    text = Text(line)
     word = next((word for word in STYLES if line.lstrip().startswith(word)), "")
-    start = line.index(word)
-    console.print(line[:start], end="", markup=False, highlight=False)
-    console.print(word, end="", style=STYLES.get(word), markup=False, highlight=False)
-    console.print(line[start + len(word) :], markup=False, highlight=False)
+    text.stylize(STYLES.get(word, ""), line.index(word), line.index(word) + len(word))
+    console.print(text, highlight=False, soft_wrap=True)

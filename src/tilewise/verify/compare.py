@@ -42,7 +42,8 @@ class Failure:
     diagnosis: tuple[str, ...] = ()
     actual_range: tuple[float, float] = (math.nan, math.nan)
     expected_range: tuple[float, float] = (math.nan, math.nan)
-    # Elements beyond rtol and atol.
+    # Elements off by more than atol + rtol · |truth|, the rule that judged; rtol is 0 where eager torch's error did.
+    # None of them where the root mean square alone is too large.
     exceeding: int = 0
     rtol: float = RTOL
     atol: float = ATOL
@@ -65,6 +66,8 @@ class Comparison:
     mean_rel_diff: float = math.nan
     allowed: float = math.nan
     failure: Failure | None = None
+    # The error as a share of what is allowed, by element or by root mean square, whichever is larger: above 1 it fails.
+    share: float = math.nan
 
     @property
     def passed(self) -> bool:
@@ -86,19 +89,17 @@ class Comparison:
         if failure is None:
             return lines
         details = [f"{failure.status}: {failure.problem}"]
+        if failure.exceeding:
+            rule = (
+                f"rtol {failure.rtol:g} and atol {failure.atol:g}"
+                if failure.rtol
+                else f"the {failure.atol:.2e} allowed"
+            )
+            of_all = 100 * failure.exceeding / failure.elements
+            details.append(f"{failure.exceeding} of {failure.elements} elements ({of_all:.3g} %) exceed {rule}")
         if failure.elements:
-            share = 100 * failure.exceeding / failure.elements
-            low, high = failure.expected_range
-            details += [
-                (
-                    f"{failure.exceeding} of {failure.elements} elements ({share:.3g} %) exceed rtol {failure.rtol:g}"
-                    f" and atol {failure.atol:g}"
-                ),
-                (
-                    f"from {failure.actual_range[0]:.4g} to {failure.actual_range[1]:.4g}, expected {low:.4g} to"
-                    f" {high:.4g}"
-                ),
-            ]
+            (low, high), (from_, to) = failure.actual_range, failure.expected_range
+            details.append(f"from {low:.4g} to {high:.4g}, expected {from_:.4g} to {to:.4g}")
         return lines + [
             f"{INDENT}{detail}" for detail in [*details, *(f"looks like: {sentence}" for sentence in failure.diagnosis)]
         ]
@@ -193,7 +194,7 @@ def compare(
     expected = truth[finite].double()
     diff = (actual[finite].double() - expected).abs()
     if diff.numel() == 0 and not bool(bad.any()):
-        return Comparison(name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Comparison(name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, share=0.0)
     allowed = limits.largest if limits.rtol is None else limits.atol + limits.rtol * expected.abs()
     status, problem = _verdict(actual, truth, bad, diff, expected, limits, allowed)
     failure = _failure(status, problem, actual, truth, limits, axes, others or {}) if status else None
@@ -203,7 +204,10 @@ def compare(
     largest = allowed if isinstance(allowed, float) else allowed.max().item()
     measures = (diff.max(), diff.mean(), diff.std(correction=0), relative.max(), relative.mean())
     max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff = (float(x) for x in measures)
-    return Comparison(name, max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff, largest, failure)
+    share = _share(diff, allowed)
+    if limits.rtol is None:
+        share = max(share, _share(torch.tensor(_rms(diff)), limits.rms))
+    return Comparison(name, max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff, largest, failure, share)
 
 
 def compare_tensors(
@@ -217,6 +221,11 @@ def compare_tensors(
     if verbose:
         print("\n".join(comparison.lines()))
     return comparison
+
+
+def _share(error: torch.Tensor, allowed: float | torch.Tensor) -> float:
+    """The largest error as a share of what is allowed; no error is none of nothing."""
+    return torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=math.inf).max().item()
 
 
 def _verdict(
@@ -263,12 +272,12 @@ def _failure(
     axes: str,
     others: Mapping[str, torch.Tensor],
 ) -> Failure:
-    rtol, atol = (RTOL, ATOL) if limits.rtol is None else (limits.rtol, limits.atol)
+    rtol, atol = (0.0, limits.largest) if limits.rtol is None else (limits.rtol, limits.atol)
     actual, truth = actual.detach().double().cpu(), truth.cpu()
     # Matching infinities differ by 0.
     diff = torch.where(actual == truth, 0.0, (actual - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = limits.largest if limits.rtol is None else atol + rtol * max(map(abs, _range(truth)), default=0.0)
-    largest = largest if math.isfinite(largest) else atol
+    largest = atol + rtol * max(map(abs, _range(truth)), default=0.0)
+    largest = largest if math.isfinite(largest) else ATOL
     # If only the mean square is too large, the elements that exceed it are diagnosed.
     largest = min(largest, max(limits.rms, _rms(diff) / 2)) if diff.max().item() <= largest else largest
     worst = tuple(int(i) for i in torch.unravel_index(diff.argmax(), diff.shape)) if diff.numel() else ()
@@ -286,8 +295,7 @@ def _failure(
         actual[worst].item(),
         truth[worst].item(),
         heat_map(
-            diff
-            / (atol + rtol * truth.abs() if limits.rtol is not None else largest or torch.finfo(torch.float32).tiny),
+            diff / (atol + rtol * truth.abs() if rtol else largest or torch.finfo(torch.float32).tiny),
             axes,
         ),
     )

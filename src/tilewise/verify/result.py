@@ -114,11 +114,7 @@ class Result:
     def worst(self) -> Comparison | None:
         """The first tensor that failed, else the one closest to its limit."""
         failed = [c for c in self.comparisons if not c.passed]
-        return (
-            failed[0]
-            if failed
-            else max(self.comparisons, key=lambda c: c.max_diff / c.allowed if c.allowed else 0.0, default=None)
-        )
+        return failed[0] if failed else max(self.comparisons, key=lambda c: c.share, default=None)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from tilewise.verify.result import FAILURE, MutantResult, Report, Result
 from tilewise.verify.suite import GROWTH, Problem, Suite
 
 TILES = (128, 64, 32, 16)
+# What a line of one check may take.
+COLUMNS = 100
 
 
 def patterns(results: Sequence[Result]) -> list[str]:
@@ -92,23 +94,75 @@ def _any_length(test: Callable[[int, int], bool], tile: int, problem: Problem) -
     return any(test(length, tile) for length in problem.tokens())
 
 
-def result_lines(result: Result, verbose: bool) -> list[str]:
-    """One line; all details if the check failed or `verbose` is on."""
-    check = result.check
-    name = f"{check.operator} {check.case:<15} {check.dtype:<4} {check.implementation!s:<20}"
-    worst = result.worst
-    summary = f" {worst.statistics()}  ({worst.name})" if worst else ""
-    lines = [f"{mark(result.passed)} {name}{summary if result.passed else ' ' + ', '.join(result.statuses)}"]
-    details = verbose or not result.passed
+def check_line(result: Result) -> str:
+    """One check in at most 100 columns: case, dtype, backend; the tensor closest to its limit, or why it failed."""
+    check, worst = result.check, result.worst
+    name = f"{mark(result.passed)} {check.operator} {_cut(check.case, 18):<18} {check.dtype:<4} "
+    if not result.passed:
+        outcome = ", ".join(result.statuses)
+    else:
+        outcome = f"{worst.name} {share_text(worst.share)} of allowed" if worst else "nothing to compare"
+    name += f"{_cut(str(check.implementation), 30):<20} "
+    return name + _cut(outcome, COLUMNS - len(name))
+
+
+def share_text(share: float) -> str:
+    """A share of what is allowed, in few characters."""
+    return f"{share:.2f}" if share < 100 else f"{share:.0e}"
+
+
+def _cut(text: str, columns: int) -> str:
+    """The text, its middle left out where it is longer than that."""
+    if len(text) <= columns:
+        return text
+    head = (columns - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (columns - 1 - head) :]}"
+
+
+def result_lines(result: Result, figures: bool = False) -> list[str]:
+    """A check's line and what was found; every tensor's figures if the check failed or `figures` are asked for."""
+    lines = [check_line(result)]
     lines += [
         f"{INDENT}{mark(finding.severity != FAILURE)} {finding.status}: {finding.message}"
         for finding in result.findings
     ]
-    if details:
+    if figures or not result.passed:
         lines += [INDENT + line for comparison in result.comparisons for line in comparison.lines()]
     if not result.passed:
-        lines.append(f"{INDENT}repeat: {check.command()}")
+        lines.append(f"{INDENT}repeat: {result.check.command()}")
     return lines
+
+
+def worst_of(results: Iterable[Result]) -> Result | None:
+    """The check that is closest to its limit; of those that failed, the first."""
+    judged = [(result, worst.share) for result in results if (worst := result.worst)]
+    failed = [result for result, _ in judged if not result.passed]
+    return failed[0] if failed else max(judged, key=lambda one: one[1], default=(None, 0.0))[0]
+
+
+def table_lines(results: Sequence[Result]) -> list[str]:
+    """One line an operator: its backends, checks, how close the worst of them comes to what is allowed and where, and
+    seconds of work; in at most 80 columns.
+    """
+    rows = [("operator", "backends", "checks", "worst", "where", "seconds")]
+    for operator in dict.fromkeys(result.check.operator for result in results):
+        of_it = [result for result in results if result.check.operator == operator]
+        backends = " ".join(dict.fromkeys(result.check.implementation.name for result in of_it))
+        failed = sum(not result.passed for result in of_it)
+        found = worst_of(of_it)
+        worst, where = "-", ""
+        if found and found.worst:
+            worst, where = share_text(found.worst.share), f"{found.worst.name}, {found.check.case}, {found.check.dtype}"
+        checks = f"{len(of_it)}" if not failed else f"{failed} of {len(of_it)} ✗"
+        rows.append(
+            (operator, _cut(backends, 22), checks, worst, _cut(where, 28), f"{sum(r.seconds for r in of_it):.1f}")
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = (False, False, True, True, False, True)
+    return [
+        "  ".join(f"{x:>{w}}" if r else f"{x:<{w}}" for x, w, r in zip(row, widths, right, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def mutant_line(mutant: MutantResult) -> str:

@@ -229,6 +229,8 @@ def _how_it_ended(code: int | None) -> str:
 
 def _serve(connection: Connection, setup: _Setup) -> None:
     """The child: load the implementation, report an error if there is one, then answer checks."""
+    # Ctrl-C reaches every process of the terminal: the command ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What an implementation prints is not part of the report.
     os.dup2(2, 1)
     operator = workbench.find(setup.operator)

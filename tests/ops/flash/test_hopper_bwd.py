@@ -187,7 +187,7 @@ def check(case, dtype, deterministic):
         Check("flash", Implementation("triton", "cuda", interpreted=False), case, dtype)
     )
     by_order = set() if deterministic else {BATCH_ORDER, UNREPEATABLE}
-    seen = "\n".join(result_lines(result, verbose=False))
+    seen = "\n".join(result_lines(result))
     assert set(result.statuses) <= by_order, seen
     differing = [
         words for finding in result.findings for words in finding.message.split("; ") if finding.status in by_order
