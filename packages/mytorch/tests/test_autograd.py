@@ -393,3 +393,41 @@ def test_gradcheck_by_number():
         places = Tensor.create([[1, 0, 3], [1, 1, 2]])
         assert gradcheck(lambda x: x.gather(0, places) + x.embedding(places).sum(2)[:, :3], [x])
         assert gradcheck(lambda x: (x > 0).where(x * x, x.exp()), [x])
+
+
+class Double(Function):
+    def _forward(self, x, *_):
+        return self.backend.binary("add", x, x)
+
+
+class LikeTorchs(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+def test_functions_written_as_torchs():
+    x = Tensor.ones((2,))
+    for inputs in ((x,), (x, x), (np.ones(2),)):
+        with pytest.raises(TypeError, match=r"apply was called on a class.* Write MyFunction\(\)\.apply\(x\)"):
+            Double.apply(*inputs)
+    assert Double().apply(x).numpy().tolist() == [2, 2]
+    with pytest.raises(NotImplementedError, match=r"LikeTorchs must implement _forward.*ctx.* _forward\(self, x\)"):
+        LikeTorchs().apply(x)
+
+
+@each_backend
+def test_words_that_a_backend_does_not_know(backend):
+    with on(backend) as device:
+        found = backends.of(device)
+        x = Tensor.ones((2,), device=device)._data
+        with pytest.raises(ValueError, match=r"unary has no 'sqr': expected one of neg, exp, .*Did you mean 'sqrt'\?"):
+            found.unary("sqr", x)
+        with pytest.raises(ValueError, match=r"binary has no 'hypotenuse': expected one of add, .* Put together"):
+            found.binary("hypotenuse", x, x)
+        with pytest.raises(AttributeError, match=r"no method 'mul': it is called as binary\('mul', x, y\)"):
+            found.mul(x, x)
+        with pytest.raises(AttributeError, match=r"no method 'exp': it is called as unary\('exp', x\)"):
+            found.exp(x)
+        with pytest.raises(AttributeError, match=r"no method 'cumsum': mytorch\.backends\.base lists its methods"):
+            found.cumsum(x)

@@ -71,7 +71,14 @@ class Function:
 
     def _forward(self, *arrays: Array) -> Array:
         """The result, from the inputs' arrays."""
-        raise NotImplementedError(f"{type(self).__name__} must implement _forward(self, *arrays)")
+        torch_style = (
+            ": torch's forward(ctx, x) and backward(ctx, grad) are _forward(self, x) and _backward(self, grad) here,"
+            " save_for_backward is save"
+        )
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement _forward(self, *arrays)"
+            + (torch_style if hasattr(self, "forward") else "")
+        )
 
     def _backward(self, grad: Array) -> Array | tuple[Array | None, ...] | None:
         """The gradient of each input (None: none), from that of the result; shaped like the input or like what it was
@@ -99,6 +106,11 @@ class Function:
 
     def apply(self, *inputs: Tensor) -> Tensor:
         """Run the operation, and record it where a gradient may be asked for."""
+        if not isinstance(self, Function):
+            raise TypeError(
+                "apply was called on a class, as torch's is: here it belongs to an instance, which takes the options"
+                " and holds what backward needs. Write MyFunction().apply(x), with options as MyFunction(2).apply(x)"
+            )
         for x in inputs:
             if not isinstance(x, Recorded):
                 raise TypeError(

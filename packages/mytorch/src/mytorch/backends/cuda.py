@@ -16,6 +16,7 @@ from mytorch.backends.gpu.launcher import Array, Plan
 from mytorch.backends.gpu.matrix import Matrix
 from mytorch.backends.gpu.optimiser import Optimiser
 from mytorch.backends.gpu.rows import Rows
+from mytorch.backends.words import WordsAreNoMethods
 from tilewise.ops._host.backend import interpreting
 from tilewise.ops._host.program import run_repeated
 from tilewise.ops.flash import launch as flash
@@ -36,7 +37,7 @@ def find_device() -> torch.device:
     )
 
 
-class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser):
+class CudaBackend(Elementwise, Matrix, Rows, Index, Image, Optimiser, WordsAreNoMethods):
     """The protocol of `base.Backend` on a GPU.
 
     A device may be given: `meta`, to collect launches that are compiled and not run.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from mytorch.backends.base import Key, Shape
+from mytorch.backends.words import WordsAreNoMethods, unknown
 from mytorch.dtypes import DType
 
 Array = np.ndarray
@@ -84,7 +85,7 @@ def windows(x: Array, size: Shape, stride: tuple[int, int], padding: tuple[int, 
     return sliding_window_view(x, size, axis=(2, 3))[:, :, :: stride[0], :: stride[1]]
 
 
-class SerialBackend:
+class SerialBackend(WordsAreNoMethods):
     """The protocol of `base.Backend` in NumPy."""
 
     name = "serial"
@@ -133,10 +134,14 @@ class SerialBackend:
         return x[(*key, ...)]
 
     def unary(self, name: str, x: Array) -> Array:
+        if name not in UNARY:
+            raise unknown("unary", name, tuple(UNARY))
         with np.errstate(all="ignore"):
             return np.asarray(UNARY[name](wide(x)), dtype=x.dtype, order="C")
 
     def binary(self, name: str, x: Array, y: Array) -> Array:
+        if name not in BINARY:
+            raise unknown("binary", name, tuple(BINARY))
         with np.errstate(all="ignore"):
             out = BINARY[name](wide(x), wide(y))
         return np.asarray(out, dtype=out.dtype if out.dtype == np.bool_ else x.dtype, order="C")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from mytorch.backends.base import COMPARISONS, Shape
+from mytorch.backends.base import BINARY, COMPARISONS, UNARY, Shape
 from mytorch.backends.gpu.kernels_elementwise import (
     mytorch_binary_kernel,
     mytorch_dropout_kernel,
@@ -21,6 +21,7 @@ from mytorch.backends.gpu.launcher import (
     readable,
 )
 from mytorch.backends.gpu.reduce import Reduce
+from mytorch.backends.words import unknown
 from mytorch.dtypes import DType
 
 
@@ -33,6 +34,8 @@ def expanded(shape: Shape, strides: Shape, to: Shape) -> Shape:
 @planned
 def plan_unary(name: str, dtype: torch.dtype, shape: Shape, strides: Shape) -> Plan:
     """For `unary`."""
+    if name not in UNARY:
+        raise unknown("unary", name, UNARY)
     sizes, (x_strides,) = collapsed(shape, strides)
     return plan_elements(
         mytorch_unary_kernel, shape, dtype, sizes=sizes, x_strides=x_strides, NAME=name, NDIM=len(sizes)
@@ -44,6 +47,8 @@ def plan_binary(
     name: str, dtype: torch.dtype, x_shape: Shape, y_shape: Shape, x_strides: Shape, y_strides: Shape
 ) -> Plan:
     """For `binary`."""
+    if name not in BINARY:
+        raise unknown("binary", name, BINARY)
     shape = np.broadcast_shapes(x_shape, y_shape)
     sizes, (x_steps, y_steps) = collapsed(
         shape, expanded(x_shape, x_strides, shape), expanded(y_shape, y_strides, shape)
