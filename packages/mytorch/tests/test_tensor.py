@@ -8,7 +8,7 @@ import pytest
 from against_torch import on
 
 import mytorch
-from mytorch import Device, Tensor
+from mytorch import Device, Tensor, backends, data, nn
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +118,48 @@ def test_devices():
             x.set_grad(y)
         with pytest.raises(ValueError, match="on cuda, got"):
             (y * 2).backward(x)
+
+
+@pytest.mark.gpu
+def test_devices_by_their_words():
+    with on("cuda"):
+        x = Tensor.ones((2,), device="cuda")
+        assert x.device is Tensor.randn((2,), device="cuda").device is Tensor.create([1.0]).to("cuda").device
+        assert x.device is Tensor.create([1], device="cuda").device is Device.CUDA
+        assert x.to("cuda") is x
+        assert nn.Linear(1, 1).to("cuda").weight.device is Device.CUDA
+        (batch,) = data.DataLoader(data.ArrayDataset(np.ones(1)), device="cuda")
+        assert batch[0].device is Device.CUDA
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda device: Tensor.zeros((2,), device=device),
+        lambda device: Tensor.randn((2,), device=device),
+        lambda device: Tensor.arange(2, device=device),
+        lambda device: Tensor.from_numpy(np.ones(2), device=device),
+        lambda device: Tensor.create([1.0], device=device),
+        lambda device: Tensor.zeros((2,)).to(device),
+        lambda device: nn.ReLU().to(device),
+        lambda device: data.DataLoader(data.ArrayDataset(np.ones(1)), device=device),
+        lambda device: backends.of(device),
+    ],
+)
+def test_only_words_of_devices_are_taken(take):
+    take("cpu")
+    allowed = "Device.CPU or Device.CUDA, or one of the words 'cpu' and 'cuda', not "
+    for wrong, error, hint in (
+        ("gpu", ValueError, "'gpu': for a GPU say 'cuda'"),
+        ("CUDA", ValueError, "'CUDA': did you mean 'cuda'?"),
+        ("cuda:0", ValueError, "'cuda:0': say 'cuda', the current GPU; CUDA_VISIBLE_DEVICES"),
+        ("float16", ValueError, "'float16': an element type is dtype="),
+        (mytorch.float16, TypeError, "dtype('float16'): an element type is dtype="),
+        (0, TypeError, "0 of type int"),
+    ):
+        with pytest.raises(error) as raised:
+            take(wrong)
+        assert allowed + hint in str(raised.value)
 
 
 def test_truth_and_comparisons():

@@ -60,12 +60,13 @@ class Tensor(Recorded, Operators, Methods):
         requires_grad: bool = False,
         *,
         dtype: Any = None,
-        device: Device = Device.CPU,
+        device: Device | str = Device.CPU,
     ) -> Tensor:
         """A copy of numbers, nested lists or a NumPy array, under a shape of as many elements.
 
         Python's floats become fp32.
         """
+        device = Device(device)
         if isinstance(data, Tensor):
             data = data.numpy()
         array = dtypes.supported(data, dtype)
@@ -78,7 +79,7 @@ class Tensor(Recorded, Operators, Methods):
         return Tensor._leaf(backends.of(device).from_numpy(array), device, requires_grad)
 
     @staticmethod
-    def from_numpy(array: np.ndarray, requires_grad: bool = False, *, device: Device = Device.CPU) -> Tensor:
+    def from_numpy(array: np.ndarray, requires_grad: bool = False, *, device: Device | str = Device.CPU) -> Tensor:
         """A copy of a NumPy array, in its type."""
         if not isinstance(array, np.ndarray):
             raise TypeError(f"from_numpy takes a NumPy array, not {type(array).__name__}: use Tensor.create")
@@ -86,21 +87,35 @@ class Tensor(Recorded, Operators, Methods):
 
     @staticmethod
     def zeros(
-        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+        shape: Sequence[int],
+        requires_grad: bool = False,
+        *,
+        dtype: Any = dtypes.float32,
+        device: Device | str = Device.CPU,
     ) -> Tensor:
         """All 0."""
+        device = Device(device)
         return Tensor._leaf(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
     def ones(
-        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+        shape: Sequence[int],
+        requires_grad: bool = False,
+        *,
+        dtype: Any = dtypes.float32,
+        device: Device | str = Device.CPU,
     ) -> Tensor:
         """All 1."""
+        device = Device(device)
         return Tensor._leaf(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
     def randn(
-        shape: Sequence[int], requires_grad: bool = False, *, dtype: Any = dtypes.float32, device: Device = Device.CPU
+        shape: Sequence[int],
+        requires_grad: bool = False,
+        *,
+        dtype: Any = dtypes.float32,
+        device: Device | str = Device.CPU,
     ) -> Tensor:
         """Normal numbers of mean 0 and variance 1; `mytorch.manual_seed` decides which, on every device the same."""
         return Tensor.create(
@@ -109,7 +124,12 @@ class Tensor(Recorded, Operators, Methods):
 
     @staticmethod
     def arange(
-        start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None, device: Device = Device.CPU
+        start: float,
+        stop: float | None = None,
+        step: float = 1,
+        *,
+        dtype: Any = None,
+        device: Device | str = Device.CPU,
     ) -> Tensor:
         """From start (0 where one number is given) up to stop, which is left out: int64 for integers, else fp32."""
         found = np.arange(0 if stop is None else start, start if stop is None else stop, step)
@@ -200,10 +220,11 @@ class Tensor(Recorded, Operators, Methods):
         self._version += 1
         return self._backend.data_ptr(self._data)
 
-    def to(self, device: Device) -> Tensor:
+    def to(self, device: Device | str) -> Tensor:
         """On another device, with the same shape and requires_grad, as a new tensor; on the same
         device, itself.
         """
+        device = Device(device)
         if device is self._device:
             return self
         return Tensor._wrap(backends.of(device).from_numpy(self.numpy()), device, self._requires_grad)

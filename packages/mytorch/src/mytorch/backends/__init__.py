@@ -33,7 +33,9 @@ def load(name: str) -> Backend:
 
 def of(device: Device) -> Backend:
     """The backend that computes on a device."""
-    return load(_cpu if device is Device.CPU else "cuda")
+    if device is Device.CPU:
+        return load(_cpu)
+    return load("cuda") if device is Device.CUDA else of(Device(device))
 
 
 def set_cpu_backend(name: str) -> None:

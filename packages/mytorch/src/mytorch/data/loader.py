@@ -27,7 +27,7 @@ class DataLoader:
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
-        device: Device = Device.CPU,
+        device: Device | str = Device.CPU,
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
@@ -41,7 +41,7 @@ class DataLoader:
             batch_size,
             shuffle,
             drop_last,
-            device,
+            Device(device),
         )
         if seed is not None and seed < 0:
             raise ValueError(f"a seed is an integer of at least 0, not {seed!r}")

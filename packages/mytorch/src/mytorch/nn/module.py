@@ -102,11 +102,12 @@ class Module:
 
     # What can be done with it.
 
-    def to(self, device: Device) -> Self:
+    def to(self, device: Device | str) -> Self:
         """Move every tensor, with its gradient, to a device.
 
         The tensors stay the same objects, so an optimiser keeps its hold of them.
         """
+        device = Device(device)
         for _, x in self.named_tensors():
             self._replace(x, x.to(device))
         return self
