@@ -103,6 +103,8 @@ PARAMETERS = {
     "mytorch.nn.TransformerBlock": "width heads * kv_heads causal hidden dropout",
     "mytorch.nn.CrossEntropyLoss": "",
     "mytorch.nn.MSELoss": "",
+    "mytorch.nn.BCELoss": "",
+    "mytorch.nn.Sigmoid": "",
     "mytorch.optim.Optimizer": "parameters lr remembered",
     "mytorch.optim.SGD": "parameters lr * momentum weight_decay",
     "mytorch.optim.Adam": "parameters lr * betas eps weight_decay",
@@ -121,6 +123,9 @@ PARAMETERS = {
     "mytorch.gradcheck": "function inputs * eps atol rtol",
     "mytorch.autograd.gives_new_memory": "backward",
     "mytorch.cat": "tensors axis",
+    "mytorch.stack": "tensors axis * dim",
+    "mytorch.einsum": "equation *tensors",
+    "mytorch.tensor": "data * dtype device requires_grad",
 }
 
 # Public names without parameters of their own: constants, types, enumerations, exceptions, modules.
@@ -169,7 +174,8 @@ MEMBERS = {
         "dtype embedding exp flatten from_numpy gather gelu grad item layer_norm linear log log_softmax "
         "matmul max max_pool2d mean mul mutable_data_ptr neg numpy ones permute pow randn relu requires_grad "
         "reshape set_grad shape sigmoid silu size slice softmax sqrt strides sub sum tanh to transpose where "
-        "zeros"
+        "zeros "
+        "abs argmax chunk clamp clone einsum masked_fill split squeeze stack std unsqueeze var view"
     ),
     "mytorch.Function": "apply backward inputs needs release_saved_inputs save saved",
     "mytorch.Device": "CPU CUDA",

@@ -277,6 +277,14 @@ def call_tensor(_):
         assert not (x * x).requires_grad
 
 
+@call("mytorch.tensor", "mytorch.stack", "mytorch.einsum")
+def call_torchs_spellings(_):
+    import mytorch
+
+    x = mytorch.tensor([1.0, 2.0], requires_grad=True, dtype="float32", device="cpu")
+    assert float(mytorch.einsum("ij,ij->", *[mytorch.stack([x, x], dim=0)] * 2)) == 10
+
+
 @call("mytorch.Function", "mytorch.gradcheck", "mytorch.gradcheck.gradcheck", "mytorch.autograd.gives_new_memory")
 def call_function(_):
     from mytorch import Function, Tensor, gradcheck
@@ -327,6 +335,7 @@ def call_layers(_, tmp_path):
     block = nn.TransformerBlock(8, 2, causal=True, dropout=0.1).eval()
     hidden = nn.Dropout(0.5).eval()(block(words(Tensor.create([[0, 4, 2]], dtype="int64"))))
     assert nn.MSELoss()(hidden, hidden).item() == 0
+    assert nn.BCELoss()(nn.Sigmoid()(hidden), Tensor.ones(hidden.shape)).item() > 0
     assert isinstance(image, nn.Module)
     image.save(tmp_path / "model.safetensors")
     image.load(tmp_path / "model.safetensors")

@@ -1,7 +1,7 @@
 """A light deep-learning framework with a dynamic graph: parallel on the CPU, Triton on the GPU.
 
-    >>> from mytorch import Tensor
-    >>> x = Tensor.create([1.0, 2.0, 3.0], requires_grad=True)
+    >>> import mytorch
+    >>> x = mytorch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     >>> (x * x).sum().backward()
     >>> x.grad
     Tensor([2., 4., 6.], shape=[3], dtype=float32)
@@ -17,9 +17,9 @@ from mytorch.device import Device
 from mytorch.dtypes import bool_, float16, float32, float64, int64
 from mytorch.gradcheck import gradcheck
 from mytorch.random import manual_seed
-from mytorch.tensor import Tensor
+from mytorch.tensor import Tensor, tensor
 
-cat = Tensor.cat
+cat, stack, einsum = Tensor.cat, Tensor.stack, Tensor.einsum
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "cat",
     "cpu_backend",
     "data",
+    "einsum",
     "float16",
     "float32",
     "float64",
@@ -42,4 +43,6 @@ __all__ = [
     "optim",
     "set_cpu_backend",
     "set_num_threads",
+    "stack",
+    "tensor",
 ]

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from mytorch import dtypes
+from mytorch import contraction, dtypes
 from mytorch.device import Device
-from mytorch.ops import attention, image, index, matrix, reduce, rows, shape
+from mytorch.ops import attention, image, matrix, reduce, rows, shape
+from mytorch.ops import index as by_number
 
 if TYPE_CHECKING:
     from mytorch.tensor import Tensor
@@ -30,6 +32,29 @@ def pair(value: Pair, name: str, least: int) -> tuple[int, int]:
 def spread(numbers: tuple[Any, ...]) -> tuple[int, ...]:
     """Numbers given one by one or as one sequence."""
     return numbers if len(numbers) != 1 or isinstance(numbers[0], int) else tuple(numbers[0])
+
+
+def either(default: Any, **named: Any) -> Any:
+    """An argument that has two names, our own and torch's, by whichever it was given; where by neither, the default."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        said = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise TypeError(f"{' and '.join(named)} are two names of one argument, got {said}: give one of them")
+    return next(iter(given.values()), default)
+
+
+def over(axis: Axis, dim: Axis, keepdims: bool | None, keepdim: bool | None) -> tuple[Axis, bool]:
+    """The axes of a reduction and whether they stay, by whichever names they were given."""
+    return either(None, axis=axis, dim=dim), either(False, keepdims=keepdims, keepdim=keepdim)
+
+
+def new_axis(what: str, axis: Any, n_axes: int) -> int:
+    """Where a new axis stands among those of a tensor that has n_axes without it."""
+    if not isinstance(axis, int) or not -n_axes - 1 <= axis <= n_axes:
+        raise IndexError(
+            f"{what} puts a new axis into a tensor of {n_axes} axes at {-n_axes - 1} to {n_axes}, not at {axis!r}"
+        )
+    return axis % (n_axes + 1)
 
 
 def one_float_type(what: str, *tensors: Tensor) -> None:
@@ -56,36 +81,122 @@ def numbered(what: str, table: Tensor, numbers: Tensor, count: int) -> None:
 class Methods:
     """Part of Tensor."""
 
-    # Reductions.
+    # Reductions. An axis may be called dim, and keepdims keepdim, as in torch.
 
-    def sum(self: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def sum(
+        self: Any, axis: Axis = None, keepdims: bool | None = None, *, dim: Axis = None, keepdim: bool | None = None
+    ) -> Tensor:
         """The sum over axes, all by default; of bool, how many are true."""
         x = self.astype(dtypes.int64) if self.dtype == dtypes.bool_ else self
-        return reduce.Sum(axis, keepdims).apply(x)
+        return reduce.Sum(*over(axis, dim, keepdims, keepdim)).apply(x)
 
-    def mean(self: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def mean(
+        self: Any, axis: Axis = None, keepdims: bool | None = None, *, dim: Axis = None, keepdim: bool | None = None
+    ) -> Tensor:
         """The mean over axes, all by default."""
-        if not dtypes.is_float(self.dtype):
-            raise TypeError(f"the mean of {self.dtype} is not of that type: convert with astype first")
-        return reduce.Mean(axis, keepdims).apply(self)
+        self._refuse_integers("mean")
+        return reduce.Mean(*over(axis, dim, keepdims, keepdim)).apply(self)
 
-    def max(self: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """The largest over axes, all by default; equals share the gradient."""
-        return reduce.Max(axis, keepdims).apply(self)
+    def max(
+        self: Any, axis: Axis = None, keepdims: bool | None = None, *, dim: Axis = None, keepdim: bool | None = None
+    ) -> Tensor:
+        """The largest over axes, all by default; equals share the gradient. Values alone: `argmax` says where."""
+        return reduce.Max(*over(axis, dim, keepdims, keepdim)).apply(self)
+
+    def argmax(
+        self: Any,
+        axis: int | None = None,
+        keepdims: bool | None = None,
+        *,
+        dim: int | None = None,
+        keepdim: bool | None = None,
+    ) -> Tensor:
+        """Where the largest along an axis stands, the first of equals, as int64; by default in the flattened tensor.
+
+        NaN counts as the largest.
+        """
+        found, keep = over(axis, dim, keepdims, keepdim)
+        if found is not None:
+            if not isinstance(found, int):
+                raise TypeError(f"argmax goes along one axis, or without one over all elements, not along {found!r}")
+            return reduce.ArgMax(found, keep).apply(self)
+        place = reduce.ArgMax(0).apply(self.reshape(-1))
+        return place.reshape((1,) * len(self.shape)) if keep else place
+
+    def var(
+        self: Any,
+        axis: Axis = None,
+        *,
+        correction: float = 1,
+        keepdims: bool | None = None,
+        dim: Axis = None,
+        keepdim: bool | None = None,
+    ) -> Tensor:
+        """The variance over axes, all by default: squared distances from the mean, over their count less a correction.
+
+        The correction 1 estimates the variance of what the numbers were drawn from, 0 is that of the numbers.
+        """
+        self._refuse_integers("variance")
+        return reduce.Var(*over(axis, dim, keepdims, keepdim), correction).apply(self)
+
+    def std(
+        self: Any,
+        axis: Axis = None,
+        *,
+        correction: float = 1,
+        keepdims: bool | None = None,
+        dim: Axis = None,
+        keepdim: bool | None = None,
+    ) -> Tensor:
+        """The square root of `var`; its gradient is 0 where all numbers are equal."""
+        self._refuse_integers("standard deviation")
+        return reduce.Var(*over(axis, dim, keepdims, keepdim), correction, root=True).apply(self)
+
+    def _refuse_integers(self: Any, what: str) -> None:
+        if not dtypes.is_float(self.dtype):
+            raise TypeError(f"the {what} of {self.dtype} is not of that type: convert with astype first")
 
     # Arrangement.
 
     def reshape(self: Any, *to: int | Sequence[int]) -> Tensor:
         """Another shape of as many elements; one length may be -1, for whatever is left."""
+        return shape.Reshape(self._filled("reshape", to)).apply(self)
+
+    def _filled(self: Any, what: str, to: tuple[Any, ...]) -> tuple[int, ...]:
+        """A shape of as many elements as there are, with -1 replaced."""
         lengths = spread(to)
         known = math.prod(n for n in lengths if n != -1)
         if lengths.count(-1) > 1 or min(lengths, default=0) < -1:
-            raise ValueError(f"reshape takes lengths of at least 0, and -1 once, not {list(lengths)}")
+            raise ValueError(f"{what} takes lengths of at least 0, and -1 once, not {list(lengths)}")
         if -1 in lengths and known and self.size % known == 0:
             lengths = tuple(self.size // known if n == -1 else n for n in lengths)
         if math.prod(lengths) != self.size or -1 in lengths:
             raise ValueError(f"shape {list(self.shape)} has {self.size} elements, which do not make {list(lengths)}")
+        return lengths
+
+    def view(self: Any, *to: int | Sequence[int]) -> Tensor:
+        """As `reshape`, always of the same memory: refused where that takes a copy, as for transposed axes made one."""
+        lengths = self._filled("view", to)
+        if not shape.without_copy(self.shape, self.strides, lengths):
+            raise ValueError(
+                f"shape {list(self.shape)} with strides {list(self.strides)} cannot be viewed as {list(lengths)}"
+                " without a copy: use reshape, which copies where it must"
+            )
         return shape.Reshape(lengths).apply(self)
+
+    def unsqueeze(self: Any, axis: int | None = None, *, dim: int | None = None) -> Tensor:
+        """With a new axis of length 1, at a place from `-n - 1` to `n` for a tensor of n axes."""
+        at = new_axis("unsqueeze", either(None, axis=axis, dim=dim), len(self.shape))
+        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+
+    def squeeze(self: Any, axis: Axis = None, *, dim: Axis = None) -> Tensor:
+        """Without its axes of length 1, or without those of them that are named; longer ones stay."""
+        named = reduce.axes_of(either(None, axis=axis, dim=dim), len(self.shape))
+        return self.reshape(tuple(n for i, n in enumerate(self.shape) if n != 1 or i not in named))
+
+    def clone(self: Any) -> Tensor:
+        """A copy in memory of its own; the gradient comes back through it."""
+        return shape.Clone().apply(self)
 
     def flatten(self: Any, start: int = 0) -> Tensor:
         """The axes from `start` on as one."""
@@ -113,43 +224,95 @@ class Methods:
         return shape.Permute(tuple(range(len(self.shape)))[::-1]).apply(self)
 
     def slice(self: Any, key: Any) -> Tensor:
-        """`x[key]`: integers, slices of positive step, and one ellipsis."""
+        """`x[key]`: integers, slices of positive step, one ellipsis, and None for a new axis of length 1."""
         given = key if isinstance(key, tuple) else (key,)
         for part in given:
             if not (
-                part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
+                part is Ellipsis
+                or part is None
+                or isinstance(part, slice)
+                or (isinstance(part, int) and not isinstance(part, bool))
             ):
                 raise TypeError(
-                    f"a tensor is indexed by integers and slices, not by {type(part).__name__}: see gather and"
-                    " embedding"
+                    f"a tensor is indexed by integers, slices, an ellipsis and None, not by {type(part).__name__}: see"
+                    " gather and embedding"
                 )
             if isinstance(part, slice) and part.step is not None and part.step < 1:
                 raise ValueError(f"slices step forward, not by {part.step}")
         if given.count(Ellipsis) > 1:
             raise IndexError("an index has one ellipsis at most")
-        missing = len(self.shape) - len(given) + given.count(Ellipsis)
+        count = len(given) - given.count(Ellipsis) - given.count(None)
+        missing = len(self.shape) - count
         if missing < 0:
-            raise IndexError(f"{len(given)} indices for a tensor of {len(self.shape)} axes")
+            raise IndexError(f"{count} indices for a tensor of {len(self.shape)} axes")
         at = given.index(Ellipsis) if Ellipsis in given else len(given)
-        whole = (*given[:at], *(slice(None),) * missing, *given[at + 1 :])
+        spelt = (*given[:at], *(slice(None),) * missing, *given[at + 1 :])
+        whole = tuple(part for part in spelt if part is not None)
         for i, (part, n) in enumerate(zip(whole, self.shape, strict=True)):
             if isinstance(part, int) and not -n <= part < n:
                 raise IndexError(f"index {part} is outside axis {i}, which has {n}")
-        return shape.Slice(
-            tuple(p % n if isinstance(p, int) else p for p, n in zip(whole, self.shape, strict=True))
-        ).apply(self)
+        places = tuple(p % n if isinstance(p, int) else p for p, n in zip(whole, self.shape, strict=True))
+        if len(whole) == len(spelt):
+            return shape.Slice(places).apply(self)
+        # New axes alone need no copy in the backward, as a slice does.
+        out = self if all(part == slice(None) for part in whole) else shape.Slice(places).apply(self)
+        lengths = iter(out.shape)
+        return out.reshape(tuple(1 if part is None else next(lengths) for part in spelt if not isinstance(part, int)))
 
     __getitem__ = slice
 
+    def split(
+        self: Any, sizes: int | Sequence[int], axis: int | None = None, *, dim: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """Parts along an axis, the first by default: of one size, the last maybe smaller, or of the sizes given."""
+        (found,) = reduce.axes_of(either(0, axis=axis, dim=dim), len(self.shape))
+        length = self.shape[found]
+        if isinstance(sizes, int):
+            if sizes < 0 or (sizes == 0 and length):
+                raise ValueError(f"split wants parts of at least 1 of axis {found}, which has {length}, not of {sizes}")
+            # Of nothing there is one part.
+            sizes = [min(sizes, length - start) for start in range(0, length, max(1, sizes))] or [0]
+        if min(sizes, default=0) < 0 or sum(sizes) != length:
+            raise ValueError(
+                f"split wants sizes of at least 0 that add up to {length}, the length of axis {found}, got"
+                f" {list(sizes)}, which make {sum(sizes)}"
+            )
+        before = (slice(None),) * found
+        ends = list(accumulate(sizes))
+        return tuple(self[(*before, slice(end - size, end))] for size, end in zip(sizes, ends, strict=True))
+
+    def chunk(self: Any, count: int, axis: int | None = None, *, dim: int | None = None) -> tuple[Tensor, ...]:
+        """At most `count` parts along an axis, the first by default: all but the last of one size, the least that
+        suffices.
+        """
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"chunk wants a number of parts of at least 1, not {count!r}")
+        (found,) = reduce.axes_of(either(0, axis=axis, dim=dim), len(self.shape))
+        length = self.shape[found]
+        return self.split(-(-length // count) if length else (0,) * count, found)
+
     @staticmethod
-    def cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-        """Tensors concatenated along an axis; the other axes must be equal."""
+    def stack(tensors: Sequence[Tensor], axis: int | None = None, *, dim: int | None = None) -> Tensor:
+        """Tensors of one shape side by side along a new axis, the first by default."""
+        if not tensors:
+            raise ValueError("stack() wants at least one tensor")
+        if len({x.shape for x in tensors}) != 1:
+            raise ValueError(
+                f"stack() wants tensors of one shape, got {', '.join(str(list(x.shape)) for x in tensors)}: cat() joins"
+                " those that differ along one axis"
+            )
+        at = new_axis("stack", either(0, axis=axis, dim=dim), len(tensors[0].shape))
+        return Methods.cat([x.unsqueeze(at) for x in tensors], at)
+
+    @staticmethod
+    def cat(tensors: Sequence[Tensor], axis: int | None = None, *, dim: int | None = None) -> Tensor:
+        """Tensors concatenated along an axis, the first by default; the other axes must be equal."""
         if not tensors:
             raise ValueError("cat() wants at least one tensor")
-        (found,) = reduce.axes_of(axis, len(tensors[0].shape))
+        (found,) = reduce.axes_of(either(0, axis=axis, dim=dim), len(tensors[0].shape))
         if len({(x.shape[:found], x.shape[found + 1 :]) for x in tensors}) != 1:
             raise ValueError(
-                f"cat() along axis {axis} wants the other axes equal, got"
+                f"cat() along axis {found} wants the other axes equal, got"
                 f" {', '.join(str(list(x.shape)) for x in tensors)}"
             )
         dtype = dtypes.promote(*(x.dtype for x in tensors))
@@ -157,10 +320,20 @@ class Methods:
 
     # By number.
 
-    def gather(self: Any, axis: int, numbers: Tensor) -> Tensor:
+    def gather(
+        self: Any,
+        axis: int | None = None,
+        numbers: Tensor | None = None,
+        *,
+        dim: int | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
         """One element along an axis for each number, which stand in a tensor of as many axes, nowhere longer but along
-        that axis.
+        that axis; numbers may be called index, as in torch.
         """
+        axis, numbers = either(None, axis=axis, dim=dim), either(None, numbers=numbers, index=index)
+        if axis is None or numbers is None:
+            raise TypeError("gather wants an axis and a tensor of numbers, as in x.gather(1, numbers)")
         (found,) = reduce.axes_of(axis, len(self.shape))
         fits = len(numbers.shape) == len(self.shape) and all(
             i == found or a <= b for i, (a, b) in enumerate(zip(numbers.shape, self.shape, strict=True))
@@ -171,12 +344,12 @@ class Methods:
                 f" {list(numbers.shape)}"
             )
         numbered("gather", self, numbers, self.shape[found])
-        return index.Gather(found).apply(self, numbers)
+        return by_number.Gather(found).apply(self, numbers)
 
     def embedding(self: Any, numbers: Tensor) -> Tensor:
         """Rows of this table for each number: `[*numbers.shape, *self.shape[1:]]`."""
         numbered("embedding", self, numbers, len(self))
-        return index.Take().apply(self, numbers)
+        return by_number.Take().apply(self, numbers)
 
     # Matrices.
 
@@ -200,6 +373,15 @@ class Methods:
 
     __matmul__ = matmul
 
+    @staticmethod
+    def einsum(equation: str, *tensors: Tensor) -> Tensor:
+        """Einstein's summation: products of elements, summed over the letters that the result does not name.
+
+        `einsum("bij,bjk->bik", x, y)` multiplies matrices. One letter an axis, `...` for any number of them; without an
+        arrow the result has the letters that stand once, in their order. As torch's, without its form of lists.
+        """
+        return contraction.contract(equation, tensors)
+
     def linear(self: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`self [..., K] @ weight [K, N] + bias [N]`, in one operation."""
         given = (weight,) if bias is None else (weight, bias)
@@ -222,13 +404,13 @@ class Methods:
         last = len(self.shape) - 1
         return operation.apply(x) if found == last else operation.apply(x.transpose(found, last)).transpose(found, last)
 
-    def softmax(self: Any, axis: int = -1) -> Tensor:
-        """Exponentials over their sum along an axis."""
-        return self._along_last(axis, rows.Softmax())
+    def softmax(self: Any, axis: int | None = None, *, dim: int | None = None) -> Tensor:
+        """Exponentials over their sum along an axis, the last by default."""
+        return self._along_last(either(-1, axis=axis, dim=dim), rows.Softmax())
 
-    def log_softmax(self: Any, axis: int = -1) -> Tensor:
-        """The logarithm of softmax along an axis."""
-        return self._along_last(axis, rows.LogSoftmax())
+    def log_softmax(self: Any, axis: int | None = None, *, dim: int | None = None) -> Tensor:
+        """The logarithm of softmax along an axis, the last by default."""
+        return self._along_last(either(-1, axis=axis, dim=dim), rows.LogSoftmax())
 
     def layer_norm(self: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
         """Mean 0 and variance 1 along the last axis, times a weight, plus a bias, both as long as that axis."""

@@ -161,6 +161,46 @@ class Operators:
             raise TypeError("where() wants a tensor among what it chooses from")
         return elementwise.Where().apply(self.astype(dtypes.bool_), left, right)
 
+    def abs(self: Any) -> Tensor:
+        """The absolute value; its gradient at 0 is 0."""
+        if self.dtype == dtypes.bool_:
+            raise TypeError("abs is not defined on bool: convert with astype first")
+        return elementwise.Abs().apply(self)
+
+    __abs__ = abs
+
+    def clamp(self: Any, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
+        """Each raised to min and lowered to max, of which one may be left out; max where they cross.
+
+        Within the bounds and on them the gradient goes to the element, beyond them to a bound that is a tensor.
+        """
+        if min is None and max is None:
+            raise TypeError("clamp wants a min, a max or both, and neither came")
+        x, least = self._pair(min) if min is not None else (self, None)
+        x, most = x._pair(max) if max is not None else (x, None)
+        bounds = [bound.astype(x.dtype) for bound in (least, most) if bound is not None]
+        return elementwise.Clamp(least is not None, most is not None).apply(x, *bounds)
+
+    def masked_fill(self: Any, mask: Tensor, value: Tensor | Scalar) -> Tensor:
+        """A number, or a tensor of one without axes, where the bool mask is true, else the element; in its own type."""
+        if not isinstance(mask, Operators) or mask.dtype != dtypes.bool_:
+            came = mask.dtype if isinstance(mask, Operators) else type(mask).__name__
+            raise TypeError(f"masked_fill wants a bool tensor as its mask, not {came}: compare, as in x == 0")
+        if isinstance(value, Operators):
+            if value.shape:
+                raise ValueError(
+                    f"masked_fill takes a number or a tensor without axes, not one of shape {list(value.shape)}: use"
+                    " mask.where(value, x)"
+                )
+            return mask.where(value.astype(self.dtype), self)
+        with np.errstate(all="ignore"):
+            found = np.asarray(value).astype(self.dtype)
+        if np.isfinite(found) != np.isfinite(value):
+            raise ValueError(
+                f"masked_fill's {value} is beyond {self.dtype}: fill with a number that it has, or convert with astype"
+            )
+        return mask.where(type(self)._wrap(self._backend.full((), found.item(), self.dtype), self._device), self)
+
     def dropout(self: Any, p: float = 0.5, training: bool = True) -> Tensor:
         """0 with probability p and the rest divided by 1 - p, in training; otherwise as it is."""
         if not 0 <= p <= 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,20 @@ from mytorch.dtypes import DType
 from mytorch.methods import Methods
 from mytorch.operators import Operators, Scalar
 from mytorch.ops import elementwise
+
+
+def lengths_of(what: str, shape: Any, more: tuple[Any, ...], requires_grad: bool) -> tuple[Shape, bool]:
+    """A shape given number by number or as one sequence, behind which requires_grad may stand without its name."""
+    given: tuple[Any, ...] = (shape, *more)
+    found = given
+    if isinstance(shape, Iterable) and (not more or (len(more) == 1 and isinstance(more[0], bool))):
+        found, requires_grad = tuple(shape), more[0] if more else requires_grad
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0 for n in found):
+        raise TypeError(
+            f"{what} takes a shape as {what}(3, 4) or {what}((3, 4)), of integers of at least 0, not"
+            f" {', '.join(map(repr, given))}: give requires_grad, dtype and device by name"
+        )
+    return tuple(map(int, found)), requires_grad
 
 
 class Tensor(Recorded, Operators, Methods):
@@ -34,7 +48,8 @@ class Tensor(Recorded, Operators, Methods):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError(
-            "a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, not by calling Tensor"
+            "a tensor is made by Tensor.create, zeros, ones, randn, arange or from_numpy, or by mytorch.tensor, not by"
+            " calling Tensor"
         )
 
     @staticmethod
@@ -87,39 +102,47 @@ class Tensor(Recorded, Operators, Methods):
 
     @staticmethod
     def zeros(
-        shape: Sequence[int],
+        shape: int | Sequence[int],
+        *more: int,
         requires_grad: bool = False,
-        *,
         dtype: Any = dtypes.float32,
         device: Device | str = Device.CPU,
     ) -> Tensor:
-        """All 0."""
-        device = Device(device)
-        return Tensor._leaf(backends.of(device).full(tuple(shape), 0, dtypes.check(dtype)), device, requires_grad)
+        """All 0: `zeros(3, 4)` or `zeros((3, 4))`."""
+        return Tensor._full(0, "zeros", shape, more, requires_grad, dtype, device)
 
     @staticmethod
     def ones(
-        shape: Sequence[int],
+        shape: int | Sequence[int],
+        *more: int,
         requires_grad: bool = False,
-        *,
         dtype: Any = dtypes.float32,
         device: Device | str = Device.CPU,
     ) -> Tensor:
-        """All 1."""
+        """All 1: `ones(3, 4)` or `ones((3, 4))`."""
+        return Tensor._full(1, "ones", shape, more, requires_grad, dtype, device)
+
+    @staticmethod
+    def _full(value: float, what: str, shape: Any, more: Any, requires_grad: bool, dtype: Any, device: Any) -> Tensor:
+        lengths, requires_grad = lengths_of(what, shape, more, requires_grad)
         device = Device(device)
-        return Tensor._leaf(backends.of(device).full(tuple(shape), 1, dtypes.check(dtype)), device, requires_grad)
+        return Tensor._leaf(backends.of(device).full(lengths, value, dtypes.check(dtype)), device, requires_grad)
 
     @staticmethod
     def randn(
-        shape: Sequence[int],
+        shape: int | Sequence[int],
+        *more: int,
         requires_grad: bool = False,
-        *,
         dtype: Any = dtypes.float32,
         device: Device | str = Device.CPU,
     ) -> Tensor:
-        """Normal numbers of mean 0 and variance 1; `mytorch.manual_seed` decides which, on every device the same."""
+        """Normal numbers of mean 0 and variance 1: `randn(3, 4)` or `randn((3, 4))`.
+
+        `mytorch.manual_seed` decides which, on every device the same.
+        """
+        lengths, requires_grad = lengths_of("randn", shape, more, requires_grad)
         return Tensor.create(
-            random.generator().standard_normal(tuple(shape)), None, requires_grad, dtype=dtype, device=device
+            random.generator().standard_normal(lengths), None, requires_grad, dtype=dtype, device=device
         )
 
     @staticmethod
@@ -201,6 +224,20 @@ class Tensor(Recorded, Operators, Methods):
         if self.size != 1:
             raise ValueError(f"item() wants one element, and there are {self.size} in shape {list(self.shape)}")
         return self.numpy().reshape(()).item()
+
+    def __float__(self) -> float:
+        return float(self._only("float"))
+
+    def __int__(self) -> int:
+        return int(self._only("int"))
+
+    def _only(self, what: str) -> Scalar:
+        if self.size != 1:
+            raise TypeError(
+                f"{what}() wants a tensor of one element, and there are {self.size} in shape {list(self.shape)}:"
+                " choose one by its index, or make one with sum(), mean() or max()"
+            )
+        return self.item()
 
     def data_ptr(self) -> int:
         """The address of the first element, to read."""
@@ -293,3 +330,8 @@ class Tensor(Recorded, Operators, Methods):
             else:
                 found = backend.contiguous(grad) if new else backend.copy(grad)
             self._grad = Tensor._wrap(found, self._device)
+
+
+def tensor(data: Any, *, dtype: Any = None, device: Device | str = Device.CPU, requires_grad: bool = False) -> Tensor:
+    """A copy of a number, nested lists, a NumPy array or a tensor, as `Tensor.create`: Python's floats become fp32."""
+    return Tensor.create(data, None, requires_grad, dtype=dtype, device=device)

@@ -21,13 +21,15 @@ from mytorch.nn.layers import (
     MaxPool2D,
     ReLU,
     Sequential,
+    Sigmoid,
     SiLU,
 )
-from mytorch.nn.losses import CrossEntropyLoss, MSELoss
+from mytorch.nn.losses import BCELoss, CrossEntropyLoss, MSELoss
 from mytorch.nn.module import Module
 
 __all__ = [
     "GELU",
+    "BCELoss",
     "Conv2D",
     "CrossEntropyLoss",
     "Dropout",
@@ -42,5 +44,6 @@ __all__ = [
     "ReLU",
     "Sequential",
     "SiLU",
+    "Sigmoid",
     "TransformerBlock",
 ]

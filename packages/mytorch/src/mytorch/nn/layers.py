@@ -58,7 +58,7 @@ class Conv2D(Module):
 class MaxPool2D(Module):
     """The largest of each window of images `[B, C, H, W]`; windows stand side by side unless a stride is given."""
 
-    def __init__(self, size: Pair, *, stride: Pair | None = None) -> None:
+    def __init__(self, size: Pair, stride: Pair | None = None) -> None:
         self.size = pair(size, "size", 1)
         self.stride = self.size if stride is None else pair(stride, "stride", 1)
 
@@ -93,6 +93,14 @@ class SiLU(Module):
     def forward(self, x: Tensor) -> Tensor:
         """As the class says."""
         return x.silu()
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(-x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says."""
+        return x.sigmoid()
 
 
 class Flatten(Module):

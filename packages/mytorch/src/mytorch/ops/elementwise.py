@@ -44,6 +44,24 @@ class Neg(Function):
         return self.backend.unary("neg", grad)
 
 
+class Abs(Function):
+    """The absolute value; its gradient at 0 is 0."""
+
+    def _forward(self, x: Array) -> Array:
+        self.save(x)
+        b = self.backend
+        self.zero = b.full((), 0, b.dtype(x))
+        # 0 - x, not -x: of 0 and -0 it is 0.
+        return b.where(b.binary("gt", x, self.zero), x, b.binary("sub", self.zero, x))
+
+    @gives_new_memory
+    def _backward(self, grad: Array) -> Array:
+        (x,) = self.saved
+        b = self.backend
+        falling = b.where(b.binary("lt", x, self.zero), b.unary("neg", grad), self.zero)
+        return b.where(b.binary("gt", x, self.zero), grad, falling)
+
+
 class Add(Function):
     """x + y."""
 
@@ -135,6 +153,49 @@ class Where(Function):
         (condition,) = self.saved
         zero = self.backend.full((), 0, self.backend.dtype(grad))
         return None, self.backend.where(condition, grad, zero), self.backend.where(condition, zero, grad)
+
+
+class Clamp(Function):
+    """x raised to a least and lowered to a most, of which one may be left out. Its gradients are torch's: none for
+    NaN, none for the least where the most is not above it, all for the most where it is below the least.
+    """
+
+    def __init__(self, has_least: bool, has_most: bool) -> None:
+        self.has_least, self.has_most = has_least, has_most
+
+    def _forward(self, x: Array, *bounds: Array) -> Array:
+        self.save(x, *bounds)
+        b = self.backend
+        y = x
+        if self.has_least:
+            y = b.where(b.binary("lt", y, bounds[0]), bounds[0], y)
+        if self.has_most:
+            y = b.where(b.binary("gt", y, bounds[-1]), bounds[-1], y)
+        return y
+
+    @gives_new_memory
+    def _backward(self, grad: Array) -> tuple[Array, ...]:
+        x, *bounds = self.saved
+        b = self.backend
+        zero = b.full((), 0, b.dtype(grad))
+        # NaN equals nothing, not even itself.
+        by_x = b.where(b.binary("eq", x, x), grad, zero)
+        by_bounds = []
+        if self.has_least:
+            below = b.binary("lt", x, bounds[0])
+            by_x = b.where(below, zero, by_x)
+            by_bounds.append(b.where(below, grad, zero))
+        if self.has_most:
+            above = b.binary("gt", x, bounds[-1])
+            by_x = b.where(above, zero, by_x)
+            by_bounds.append(b.where(above, grad, zero))
+        if len(bounds) == 2:
+            least, most = bounds
+            by_bounds = [
+                b.where(b.binary("lt", least, most), by_bounds[0], zero),
+                b.where(b.binary("lt", most, least), grad, by_bounds[1]),
+            ]
+        return by_x, *by_bounds
 
 
 class Cast(Function):

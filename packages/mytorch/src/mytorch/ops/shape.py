@@ -1,7 +1,38 @@
 """The same elements in another arrangement, or some of them."""
 
+import math
+import operator
+from itertools import accumulate
+
 from mytorch.autograd import Function, gives_new_memory
 from mytorch.backends.base import Array, Key, Shape
+
+
+def without_copy(shape: Shape, strides: Shape, to: Shape) -> bool:
+    """Whether memory of a shape and strides can be seen under another shape of as many elements."""
+    runs: list[int] = []
+    step = 0
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        # An axis continues the run before it where no element lies between them.
+        if runs and step == n * stride:
+            runs[-1] *= n
+        else:
+            runs.append(n)
+        step = stride
+    # No new axis may reach from one run into the next.
+    return math.prod(shape) == 0 or set(accumulate(runs, operator.mul)) <= set(accumulate(to, operator.mul))
+
+
+class Clone(Function):
+    """The same elements in memory of their own."""
+
+    def _forward(self, x: Array) -> Array:
+        return self.backend.copy(x)
+
+    def _backward(self, grad: Array) -> Array:
+        return grad
 
 
 class Reshape(Function):
