@@ -60,6 +60,6 @@ def test_the_code_of_the_guide_and_the_readme_runs():
         for _, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     ]
     ours = [text for text in blocks if "from mytorch import" in text]
-    assert len(ours) == 3
+    assert len(ours) == 4
     for text in ours:
         exec(compile(text, "a page", "exec"), {})
