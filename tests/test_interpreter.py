@@ -19,10 +19,12 @@ WRONG = ("arithmetic", "rounding", "fma", "dot", "sum", "scan", "constant", "whe
 
 
 def run(check: str, repaired: bool) -> subprocess.CompletedProcess[str]:
+    return interpret(KERNELS, check, str(int(repaired)))
+
+
+def interpret(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, str(KERNELS), check, str(int(repaired))], capture_output=True, text=True, env=environment
-    )
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("check", [*WRONG, "cumsum"])
@@ -78,3 +80,12 @@ def test_launches_are_right_when_repaired(check):
 def test_launches_are_wrong_without_the_repair(check):
     result = run(check, repaired=False)
     assert result.returncode != 0 or result.stdout.strip() == "wrong"
+
+
+def test_operators_are_triton_s_own():
+    """Of numbers, scalars and blocks of every type that kernels use: the same types, shapes, bits and errors."""
+    theirs, ours = (interpret(KERNELS.with_name("interpreter_operators.py"), repaired) for repaired in "01")
+    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
+    lines = theirs.stdout.splitlines()
+    assert len(lines) > 6000
+    assert ours.stdout.splitlines() == lines
