@@ -5,6 +5,8 @@ SYSTEM ?= 0
 VENV := $(if $(filter-out 0,$(SYSTEM)),.venv-system,.venv)
 # Tools are called as modules: one that the machine has already leaves no script there.
 BIN := $(VENV)/bin
+# What the commands need; then, on top, what development does: the framework, the documentation, the tests' tools.
+TOOLS := $(VENV)/.tools
 READY := $(VENV)/.ready
 # Both are installed from their folders.
 PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
@@ -26,8 +28,12 @@ help:
 	@echo "make format    format the sources"
 	@echo "SYSTEM=1       with any of them: keep the torch and triton that PYTHON ($(PYTHON)) has, in .venv-system"
 
-.venv/.ready: $(PROJECTS) constraints.txt
+.venv/.tools: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[tools]'
+	@touch $@
+
+.venv/.ready: .venv/.tools $(PROJECTS)
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable packages/mytorch
 	@touch $@
 
@@ -35,10 +41,13 @@ help:
 	$(PYTHON) tools/system_environment.py .venv-system
 	@touch $@
 
-verify: $(READY)
+.venv-system/.tools: .venv-system/.ready
+	@touch $@
+
+verify: $(TOOLS)
 	$(BIN)/tilewise verify
 
-bench: $(READY)
+bench: $(TOOLS)
 	@mkdir -p bench
 	@failed=0; for operator in flash nsa nsa-compressed nsa-selected hstu bsa; do \
 	  $(BIN)/tilewise bench $$operator --json bench/$$operator.json --plot bench/$$operator.png \

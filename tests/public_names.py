@@ -192,7 +192,7 @@ MEMBERS = {
 OPTIONS = {
     "verify": (
         "--impl --config --dtype --range -r --range-raw --seed --search --rtol --atol --no-grad --mutants "
-        "--repeat --json --html --list --fail-fast --verbose -v --every-config --kernel --small --diff"
+        "--repeat --json --html --list --all --fail-fast --verbose -v --every-config --kernel --small --diff"
     ),
     "trace": (
         "--block-m --block-n --kernel-index --seq-blocks --program --warp --warps --head --direction --order "

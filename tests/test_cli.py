@@ -156,7 +156,7 @@ def test_range_gives_the_same_numbers_every_time(tmp_path):
 
 
 def test_the_console_script_runs_in_a_process_of_its_own():
-    words = [sys.executable, "-m", "tilewise", "verify", "flash", "--config", "one-key", "--config", "no-keys"]
+    words = [sys.executable, "-m", "tilewise", "verify", "flash", "--config", "one-key", "--config", "no-keys", "-v"]
     outcome = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     lines = outcome.stdout.splitlines()

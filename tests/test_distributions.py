@@ -65,14 +65,24 @@ def test_both_are_released_together():
     assert mytorch.__version__ == tilewise.__version__
 
 
-def test_make_installs_both_at_once():
+def test_make_installs_what_a_command_needs():
+    """`verify` and `bench` the package with its tools; everything else, the framework and development's tools too."""
     makefile = (ROOT / "Makefile").read_text()
-    (command,) = re.findall(r"(?m)^\t.* pip install .*constraints\.txt.*$", makefile)
-    assert command.endswith("--editable '.[dev]' --editable packages/mytorch")
+    commands = re.findall(r"(?m)^\t.* pip install .*constraints\.txt.*$", makefile)
+    assert [command.partition("--editable ")[2] for command in commands] == [
+        "'.[tools]'",
+        "'.[dev]' --editable packages/mytorch",
+    ]
     (projects,) = re.findall(r"(?m)^PROJECTS := (.*)$", makefile)
     assert [(ROOT / path).exists() for path in projects.split()] == [True, True]
-    for stamp in (".venv/.ready", ".venv-system/.ready"):
-        assert f"\n{stamp}: $(PROJECTS) constraints.txt" in makefile
+    for rule in (
+        ".venv/.tools: pyproject.toml constraints.txt",
+        ".venv/.ready: .venv/.tools $(PROJECTS)",
+        ".venv-system/.ready: $(PROJECTS) constraints.txt",
+        "verify: $(TOOLS)",
+        "bench: $(TOOLS)",
+    ):
+        assert f"\n{rule}" in makefile
 
 
 def test_folders_are_enough_where_nothing_is_installed(tmp_path):

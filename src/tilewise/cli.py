@@ -88,6 +88,9 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Write a report with heat maps of the errors.")
     ] = None,
     list_names: Annotated[bool, typer.Option("--list", help="List operators, cases and planted bugs.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Without a GPU: all cases, in every dtype, on our own backends too.")
+    ] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     verbosity: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="A line a check; -vv: every tensor's figures too.")
@@ -116,7 +119,7 @@ def verify(
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if every_config:
             given = impl, config, rtol, atol, repeat, json, html
-            others = range_raw, search, no_grad, mutants, fail_fast, verbosity
+            others = range_raw, search, no_grad, mutants, everything, fail_fast, verbosity
             if any(x is not None for x in given) or any(others) or (dtype, seed) != (DTYPES, SEED):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
@@ -131,7 +134,7 @@ def verify(
         settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
         what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])
-        request = Request(*what, settings, search, mutants, json, html, fail_fast, verbosity, command)
+        request = Request(*what, settings, search, mutants, everything, json, html, fail_fast, verbosity, command)
         try:
             passed = run_request(request, console)
         except KeyboardInterrupt:

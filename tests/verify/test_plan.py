@@ -8,10 +8,10 @@ from tilewise.verify.result import Settings
 from tilewise.verify.suite import GROWTH
 
 
-def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton"):
+def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton", everything=False):
     """Cases of one implementation, each with its dtypes."""
     found = {}
-    for check in plan(workbench.find(name), external, configs, dtypes, Settings()):
+    for check in plan(workbench.find(name), external, configs, dtypes, Settings(), everything):
         if check.implementation.name == (external or backend):
             found.setdefault(check.case, []).append(check.dtype)
     return found
@@ -22,7 +22,7 @@ def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton"):
 def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cases = planned(name, backend=backend)
-    assert cases.pop("small") == list(DTYPES)
+    assert cases["small"] == ["bf16" if backend == "triton" else "fp32"]
     assert cases.pop(GROWTH) == ["bf16"]
     assert all(len(dtypes) == 1 for dtypes in cases.values())
     counts = [sum(dtypes == [dtype] for dtypes in cases.values()) for dtype in DTYPES]
@@ -30,7 +30,18 @@ def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     expected = {
         case.name for case in workbench.find(name).load("suite").standard("cpu", interpreted=backend == "triton")
     }
-    assert set(cases) == expected - {"small"}
+    assert set(cases) == expected
+
+
+@pytest.mark.parametrize("name", workbench.names("suite"))
+def test_all_takes_larger_cases_and_every_dtype(name, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "large" not in planned(name, backend="cpu")
+    cases = planned(name, backend="cpu", everything=True)
+    assert cases.pop(GROWTH) == ["bf16"]
+    assert all(dtypes == list(DTYPES) for dtypes in cases.values())
+    assert set(cases) == {case.name for case in workbench.find(name).load("suite").cases} - {"xl", "xxl"}
+    assert planned(name, everything=True)["small"] == list(DTYPES)
 
 
 def test_the_backends_take_different_dtypes(monkeypatch):

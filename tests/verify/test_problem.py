@@ -110,5 +110,8 @@ def test_the_standard_cases():
     interpreted = {case.name for case in suite.standard("cpu", True)}
     assert {"small", "window", "packed"} <= interpreted
     assert not {"medium", "large", "xl", "d-128"} & interpreted
-    assert {case.name for case in suite.cases} - {case.name for case in suite.standard("cpu", False)} == {"xl", "xxl"}
+    by_default = {case.name for case in suite.standard("cpu", False)}
+    assert by_default == interpreted | {"medium"}
+    everything = {case.name for case in suite.standard("cpu", False, everything=True)}
+    assert {case.name for case in suite.cases} - everything == {"xl", "xxl"}
     assert suite.standard("cuda", False) == suite.cases

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewise import workbench
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.verify import verify
 from tilewise.verify.result import (
@@ -17,7 +18,10 @@ from tilewise.verify.result import (
     UNREPEATABLE,
     UNWRITTEN,
     WARNING,
+    Check,
+    Implementation,
 )
+from tilewise.verify.run import Runner
 from tilewise.verify.suite import GROWTH
 
 
@@ -44,6 +48,27 @@ def test_the_standard_run_of_a_function_measures_memory_and_warns():
     (finding,) = growth.findings
     assert finding.status == MEMORY
     assert finding.severity == WARNING
+
+
+@pytest.mark.parametrize("squares", [0, 1])
+def test_memory_of_interpreted_kernels_is_that_around_them(squares, monkeypatch):
+    """It is measured without running them: what the code around them allocates is found all the same."""
+    launched = []
+    operator = workbench.find("flash")
+
+    def function(q, k, v, **options):
+        launched.append(q.shape[1])
+        kept = torch.zeros(squares, q.shape[1], q.shape[1])
+        o, lse = operator.load("function")(q, k, v, backend="triton", **options)
+        return o + kept.sum(), lse
+
+    check = Check("flash", Implementation("triton", "cpu", interpreted=True), GROWTH, "fp32")
+    monkeypatch.setattr(
+        "triton.runtime.interpreter.interpreter_builder.set_grid_idx", lambda *_: pytest.fail("a kernel ran")
+    )
+    result = Runner(operator, function).run(check)
+    assert launched
+    assert result.statuses == ((MEMORY,) if squares else ())
 
 
 def test_modified_inputs():

@@ -32,6 +32,7 @@ def verify(
     atol: float | None = None,
     search: int = 0,
     mutants: bool = False,
+    everything: bool = False,
 ) -> Report:
     """Check an implementation of an operator against its reference: outputs, gradients, edge cases.
 
@@ -49,6 +50,7 @@ def verify(
         rtol, atol: judge by these in place of eager torch's error.
         search: how many further cases to draw.
         mutants: also score the same checks by planted bugs.
+        everything: check our own backends in every dtype where there is no GPU too.
 
     Raises:
         UsageError: with what to do, where the request itself is wrong.
@@ -59,7 +61,7 @@ def verify(
         report = _verify_here(operator, impl, configs, dtypes, settings, search)
     else:
         interpreter.use_where_no_gpu()
-        report = Report(list(run_checks(plan(operator, impl, configs, dtypes, settings))))
+        report = Report(list(run_checks(plan(operator, impl, configs, dtypes, settings, everything))))
         if search:
             report.results += search_failures(operator, impl, search, dtypes, settings)
     if search:
@@ -235,12 +237,17 @@ def planted(operator: Operator) -> tuple[Mutant, ...]:
 
 
 def plan(
-    operator: Operator, external: str | None, configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+    operator: Operator,
+    external: str | None,
+    configs: Sequence[str],
+    dtypes: Sequence[str],
+    settings: Settings,
+    everything: bool = False,
 ) -> list[Check]:
     """The standard checks of an operator, or those of the cases in `configs`.
 
     Cases in `configs` are checked in every dtype, and so are the standard ones, except for our own backends without a
-    GPU, where each check is slow: there only `small` is, and every other case runs in one dtype, in turn, and in
+    GPU, where each check is slow: there, unless `everything` is asked for, a case runs in one dtype, in turn, and in
     another one on the next backend.
     """
     suite: Suite = operator.load("suite")
@@ -259,10 +266,12 @@ def plan(
     turns: dict[str, int] = {}
     checks = []
     for implementation in implementations(external):
-        names = chosen or [case.name for case in suite.standard(implementation.device, implementation.interpreted)]
+        standard = suite.standard(implementation.device, implementation.interpreted, everything or bool(external))
+        names = chosen or [case.name for case in standard]
         for i, name in enumerate(names):
-            turns[name] = turns.get(name, i - 1) + 1
-            one = implementation.device == "cpu" and not external and not chosen and name != "small"
+            # The first, `small`, takes the last dtype: what is probed in one dtype alone is probed in that.
+            turns[name] = turns.get(name, i - 2) + 1
+            one = implementation.device == "cpu" and not (everything or external or chosen)
             here = [dtypes[turns[name] % len(dtypes)]] if one else dtypes
             checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in here]
         if not chosen:

@@ -39,6 +39,7 @@ class Request:
     settings: Settings
     search: int
     mutants: bool
+    everything: bool
     json: Path | None
     html: Path | None
     fail_fast: bool
@@ -58,7 +59,10 @@ def run_request(request: Request, console: Console) -> bool:
                 f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
             )
     plans = [
-        (operator, plan(operator, request.impl, request.configs, request.dtypes, request.settings))
+        (
+            operator,
+            plan(operator, request.impl, request.configs, request.dtypes, request.settings, request.everything),
+        )
         for operator in operators
     ]
     report = Report()

@@ -3,12 +3,15 @@
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise import interpreter
 from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
+from tilewise.verify.eager import ProductsThroughFp32
 from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
 from tilewise.verify.result import (
     BATCH_ORDER,
@@ -79,7 +82,9 @@ class Runner:
                 if single.device.type == "cuda":
                     # Memory that compiling holds on to is not the method's.
                     call()
-                peaks.append(peak_memory(call, single.device))
+                # Kernels allocate nothing, and interpreted they take long.
+                with interpreter.idle() if check.implementation.interpreted else nullcontext():
+                    peaks.append(peak_memory(call, single.device))
             except Exception as error:
                 return (_error(error),)
         if not grows_as_square(peaks, max(problem.tokens())):
@@ -220,7 +225,8 @@ class _Single:
             return {name: inputs[name[1:]] * 0 if x is None else x for name, x in found.items()}
 
         truth = results({name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
-        eager = results(inputs, compute_dtype=self.dtype)
+        with ProductsThroughFp32():
+            eager = results(inputs, compute_dtype=self.dtype)
         if self.dtype != torch.float32:
             wide = results(inputs, compute_dtype=torch.float32)
             for name, x in eager.items():

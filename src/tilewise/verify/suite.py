@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """The most channels of any input: by default interpreted kernels run narrow problems only."""
+        """The most channels of any input: by default only narrow problems run without a GPU."""
         raise NotImplementedError
 
     def tokens(self) -> tuple[int, ...]:
@@ -242,8 +242,8 @@ def make_fill(rule: str, seed: int) -> Fill:
 
 # Sizes that every operator has, in order; other cases are the edge battery.
 NAMED = ("small", "medium", "large", "xl", "xxl", "nsa-507")
-# Interpreted kernels run cases up to this many channels by default.
-INTERPRETED_WIDTH = 64
+# Without a GPU, cases up to this many channels run by default.
+NARROW = 64
 # Seconds that one check may take before it counts as a hang.
 TIME_LIMIT = 120.0
 LONG_TIME_LIMIT = 1800.0
@@ -326,15 +326,18 @@ class Suite:
         """The bugs in kernels that run on a GPU of this compute capability; None where kernels are interpreted."""
         return tuple(mutant for mutant in self.mutants if mutant.capability in (None, capability))
 
-    def standard(self, device: str, interpreted: bool) -> tuple[Case, ...]:
-        """The cases that run by default: all on a GPU; elsewhere no larger than `large`; interpreted, `small` and the
-        narrow edge battery.
+    def standard(self, device: str, interpreted: bool, everything: bool = False) -> tuple[Case, ...]:
+        """The cases that run by default: all on a GPU; elsewhere `small`, `medium` and the narrow edge battery, or, for
+        `everything`, all up to `large`; interpreted, `small` and the narrow edge battery.
         """
 
         def runs(case: Case) -> bool:
+            narrow = case.name not in NAMED and case.problem.width <= NARROW
             if interpreted:
-                return case.name == "small" or (case.name not in NAMED and case.problem.width <= INTERPRETED_WIDTH)
-            return device != "cpu" or case.name not in ("xl", "xxl")
+                return narrow or case.name == "small"
+            if device == "cpu":
+                return case.name not in ("xl", "xxl") if everything else narrow or case.name in ("small", "medium")
+            return True
 
         return tuple(case for case in self.cases if runs(case))
 

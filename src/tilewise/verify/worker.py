@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -42,12 +43,12 @@ class Job(NamedTuple):
 class _Setup(NamedTuple):
     """What a process is started for."""
 
-    operator: str
-    implementation: Implementation
-    mutant: str
     threads: int
-    # The cases that an external function must be able to take.
-    cases: tuple[str, ...]
+    # A function of someone else's, with its operator and the cases that it must be able to take.
+    external: Implementation | None = None
+    operator: str = ""
+    cases: tuple[str, ...] = ()
+    mutant: str = ""
 
 
 def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
@@ -60,12 +61,27 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     )
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
-        yield from pool.map(slots.run, jobs)
+        # An operator's dearest first: a long one at the end would leave the other workers idle.
+        started = {i: pool.submit(slots.run, jobs[i]) for i in _by_work(jobs)}
+        for i in range(len(jobs)):
+            yield started[i].result()
     finally:
         # A connection is closed only when no thread reads it: else its file descriptor may be reused during the read.
         slots.end()
         pool.shutdown(wait=True, cancel_futures=True)
         slots.close()
+
+
+def _by_work(jobs: Sequence[Job]) -> list[int]:
+    """Operators in order; the jobs of one by how many scores they compute, interpreted kernels before others."""
+    operators = {name: i for i, name in enumerate(dict.fromkeys(job.checks[0].operator for job in jobs))}
+
+    def rank(i: int) -> tuple[int, bool, int]:
+        check, declared = jobs[i].checks[0], _suite(jobs[i].checks[0].operator)
+        problem = declared.growth if check.case == GROWTH else declared.find(check.case).problem
+        return operators[check.operator], not check.implementation.interpreted, -sum(n * n for n in problem.tokens())
+
+    return sorted(range(len(jobs)), key=rank)
 
 
 def _places_on_gpu(jobs: Sequence[Job]) -> int:
@@ -94,7 +110,7 @@ def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]
 
 
 class _Slots:
-    """One process per thread that runs jobs, kept while jobs need the same setup."""
+    """One process per thread that runs jobs, kept while jobs need the same setup: all of ours do."""
 
     def __init__(self, threads: int, cases: Iterable[str]) -> None:
         self._threads = threads
@@ -108,8 +124,9 @@ class _Slots:
         for check in job.checks:
             if self._ended:
                 break
-            cases = self._cases if check.implementation.external else ()
-            setup = _Setup(check.operator, check.implementation, job.mutant, self._threads, cases)
+            setup = _Setup(self._threads, mutant=job.mutant, operator=check.operator if job.mutant else "")
+            if check.implementation.external:
+                setup = setup._replace(external=check.implementation, operator=check.operator, cases=self._cases)
             result = self._process(setup).run(check)
             results.append(result)
             if job.until_failure and not result.passed:
@@ -159,7 +176,7 @@ class _Process:
 
     def wait_until_ready(self) -> None:
         """Returns when the implementation is loaded; a UsageError says why it cannot be."""
-        implementation = self.setup.implementation
+        implementation = self.setup.external or "tilewise"
         try:
             if not self._connection.poll(START_LIMIT):
                 self.stop()
@@ -228,37 +245,45 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _serve(connection: Connection, setup: _Setup) -> None:
-    """The child: load the implementation, report an error if there is one, then answer checks."""
+    """The child: load what is not ours, report an error if there is one, then answer checks."""
     # Ctrl-C reaches every process of the terminal: the command ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What an implementation prints is not part of the report.
     os.dup2(2, 1)
-    operator = workbench.find(setup.operator)
-    declared: Suite = operator.load("suite")
+    # Nor is the C++ stack with which torch says, on some CPUs, that it multiplies 16-bit numbers another way.
+    warnings.filterwarnings("ignore", ".*failed, switching to", UserWarning)
     if setup.mutant:
-        from tilewise.verify.suite import plant
-
-        plant(next(mutant for mutant in declared.mutants if mutant.name == setup.mutant))
+        suite.plant(next(mutant for mutant in _suite(setup.operator).mutants if mutant.name == setup.mutant))
     import torch
 
     torch.set_num_threads(setup.threads)
     # Repaired for the implementation's own kernels too, which may never import an operator of ours.
     interpreter.use_where_no_gpu()
+    from tilewise.verify.run import Runner, gpu_answers
+
+    runners: dict[tuple[str, Implementation], Runner] = {}
+
+    def runner(name: str, implementation: Implementation) -> Runner:
+        operator = workbench.find(name)
+        function = load_function(operator, implementation)
+        check_signature(function, implementation.name, [_suite(name).find(case) for case in setup.cases])
+        return Runner(operator, function)
+
     try:
-        function = load_function(operator, setup.implementation)
-        check_signature(function, setup.implementation.name, [declared.find(name) for name in setup.cases])
+        if setup.external:
+            runners[setup.operator, setup.external] = runner(setup.operator, setup.external)
     except UsageError as error:
         connection.send(str(error))
         return
-    from tilewise.verify.run import Runner, gpu_answers
-
     connection.send("")
-    runner = Runner(operator, function)
     with contextlib.suppress(EOFError):
         while True:
             check = connection.recv()
             try:
-                connection.send(runner.run(check))
+                key = check.operator, check.implementation
+                if key not in runners:
+                    runners[key] = runner(*key)
+                connection.send(runners[key].run(check))
                 if not gpu_answers():
                     return
             except Exception:
