@@ -32,8 +32,8 @@ def test_help_names_the_commands():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["flush"], "there is no operator 'flush': expected one of flash"),
-        (["flash", "--config", "smal"], "there is no case 'smal': expected one of small, medium"),
+        (["flush"], "there is no operator 'flush': did you mean flash? expected one of flash"),
+        (["flash", "--config", "smal"], "flash: there is no case 'smal': did you mean small? expected a name"),
         (["flash", "--config", "T=x"], "'T=x': expected an integer"),
         (["flash", "--dtype", "fp8"], "there is no dtype 'fp8': expected some of fp32,fp16,bf16"),
         (["--impl", "a.py:f"], "--impl implements one operator: name it, one of flash"),

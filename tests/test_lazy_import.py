@@ -22,6 +22,34 @@ def test_importing_imports_neither_torch_nor_triton(module):
     assert run(f"import sys, {module}; print([m for m in ('torch', 'triton') if m in sys.modules])") == "[]"
 
 
+def test_what_is_wrong_with_a_command_line_is_said_without_torch(tmp_path):
+    """Help, typos, and files that are not there or not Python: importing torch takes seconds."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("def attention(q, k, v:\n")
+    lines = {
+        "--help": "Usage",
+        "verify --help": "Usage",
+        "bench --help": "Usage",
+        "verfy": "No such command",
+        "verify flush": "did you mean flash?",
+        "verify flash --config smal": "did you mean small?",
+        "verify flash --impl nowhere.py:f": "there is no file nowhere.py",
+        f"verify flash --impl {broken}:f": "does not import: SyntaxError",
+        "bench flash --impl nowhere.py:f": "there is no file nowhere.py",
+        "trace flash --impl nowhere.py:f": "there is no file nowhere.py",
+        "inspect flash --impl nowhere.py:f": "there is no file nowhere.py",
+        "warmup flsh": "did you mean flash?",
+    }
+    code = (
+        "import sys; from typer.testing import CliRunner; from tilewise import cli\n"
+        f"for line, said in {lines!r}.items():\n"
+        "    output = ' '.join(CliRunner().invoke(cli.app, line.split()).output.split())\n"
+        "    print(said in output or (line, output))\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run(code).split("\n") == ["True"] * len(lines) + ["False"]
+
+
 def test_public_names_load_when_named():
     assert (
         run("import sys, tilewise; f = tilewise.flash_attention; print(f.__name__, 'torch' in sys.modules)")

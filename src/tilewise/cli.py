@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilewise import interpreter, workbench
-from tilewise.workbench.operator import UsageError
+from tilewise.workbench.operator import UsageError, place_and_name
 
 # What verify checks where no dtype is named.
 DTYPES = "fp32,fp16,bf16"
@@ -37,12 +37,25 @@ def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-@app.callback()
-def _start() -> None:
-    # Where there is no GPU, kernels are interpreted in this process, repaired. Without torch only doctor runs, to say
-    # so.
+def _interpret_where_no_gpu() -> None:
+    """Where there is no GPU, kernels are interpreted in this process, repaired. This imports torch: it comes after what
+    can be said without. Without torch only doctor runs, to say so.
+    """
     if importlib.util.find_spec("torch") is not None:
         interpreter.use_where_no_gpu()
+
+
+def _check_words(
+    operators: Sequence[str], part: str, impls: Sequence[str | None] = (), cases: Sequence[str] = ()
+) -> None:
+    """What is wrong with words of the command line, at once."""
+    found = [workbench.find(name, part) for name in operators]
+    for impl in impls:
+        if impl:
+            place_and_name(impl)
+    for operator in found:
+        for case in cases:
+            workbench.check_case(operator, case)
 
 
 @app.command()
@@ -108,11 +121,15 @@ def verify(
 
     Exit code 0: all passed; 1: a failure; 2: wrong usage.
     """
-    from tilewise.verify.command import Request, list_cases, run_request
-    from tilewise.verify.result import SEED, Settings
-
     console = _console()
     with _wrong_usage_exits_with_2(console):
+        if impl and len(operators or ()) != 1:
+            raise UsageError(f"--impl implements one operator: name it, one of {', '.join(workbench.names('suite'))}")
+        _check_words(operators or (), "suite", (impl,), config or ())
+        _interpret_where_no_gpu()
+        from tilewise.verify.command import Request, list_cases, run_request
+        from tilewise.verify.result import SEED, Settings
+
         if by_range and range_raw:
             raise UsageError("--range and --range-raw fill the same inputs: give one of them")
         if not every_config and (kernel is not None or small or diff):
@@ -144,10 +161,13 @@ def verify(
 
 
 def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fill: str, list_names: bool) -> None:
-    from tilewise.verify.every_config import Request, list_entries, run_request
-
-    console, request = _console(), Request(operator, kernel, small, diff, fill)
+    console = _console()
     with _wrong_usage_exits_with_2(console):
+        _check_words([operator], "configs")
+        _interpret_where_no_gpu()
+        from tilewise.verify.every_config import Request, list_entries, run_request
+
+        request = Request(operator, kernel, small, diff, fill)
         if list_names:
             for line in list_entries(request):
                 console.print(line, markup=False, highlight=False)
@@ -200,11 +220,13 @@ def trace(
     ] = None,
 ) -> None:
     """See where inside a kernel it goes wrong: its values tile by tile against a simulation, and the first mismatch."""
-    from tilewise.trace.command import run_trace
-    from tilewise.trace.request import Request
-
     console = _console()
     with _wrong_usage_exits_with_2(console):
+        _check_words([operator], "trace", (impl, against))
+        _interpret_where_no_gpu()
+        from tilewise.trace.command import run_trace
+        from tilewise.trace.request import Request
+
         pairs = [part.strip().partition("=") for part in names.split(",") if part.strip()]
         if not all(equals and value for _, equals, value in pairs):
             raise UsageError(f"--names {names}: expected NAME=VARIABLE pairs, such as S=qk,M=m_i")
@@ -282,10 +304,12 @@ def bench(
 
     Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage.
     """
-    from tilewise.bench.command import Request, list_cases, run_request
-
     console = _console()
     with _wrong_usage_exits_with_2(console):
+        _check_words([operator], "bench", impl or ())
+        _interpret_where_no_gpu()
+        from tilewise.bench.command import Request, list_cases, run_request
+
         if list_names:
             list_cases(operator, console)
             return
@@ -338,13 +362,16 @@ def inspect(
 
     Exit code 1: --check or --audit failed, 2: usage.
     """
-    from tilewise.inspect.audit import audit as audit_operators
-    from tilewise.inspect.audit import print_audit
-    from tilewise.inspect.command import Request, run_inspect
-
     console = _console()
     command = shlex.join(["tilewise", *sys.argv[1:]])
     with _wrong_usage_exits_with_2(console):
+        # The operator may be a file that --json wrote.
+        _check_words((), "launches", (impl,))
+        _interpret_where_no_gpu()
+        from tilewise.inspect.audit import audit as audit_operators
+        from tilewise.inspect.audit import print_audit
+        from tilewise.inspect.command import Request, run_inspect
+
         if audit:
             if any((impl, arch, config, direction, sass, diff, json, check, update)):
                 raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
@@ -382,9 +409,12 @@ def warmup(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = _console()
+    with _wrong_usage_exits_with_2(console):
+        _check_words(operators, "suite")
+    _interpret_where_no_gpu()
     from tilewise._warmup import warmup as compile_ahead
 
-    console = _console()
     dtypes = [name.strip() for name in dtype.split(",")]
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("kernels"), TimeElapsedColumn())
     try:
@@ -426,6 +456,7 @@ def doctor(
     """
     from json import dumps
 
+    _interpret_where_no_gpu()
     from tilewise.doctor import as_json, examine, print_findings
     from tilewise.doctor import report as block
 

@@ -5,7 +5,7 @@ import torch
 from battery import check, cpu_cases, triton_cases
 
 from tilewise import workbench
-from tilewise.verify.suite import GROWTH
+from tilewise.workbench.operator import GROWTH
 
 OPERATORS = workbench.names("suite")
 # Interpreted, the others take minutes of long sequences, and these run the same kernels.

@@ -16,8 +16,9 @@ from tilewise.verify.api import DTYPES, verify
 from tilewise.verify.compare import DTYPE, WRONG, compare_choices
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
-from tilewise.verify.suite import GROWTH, make_fill
+from tilewise.verify.suite import make_fill
 from tilewise.workbench.bsa.cases import CASES, LAYOUTS, SUITE, Bsa
+from tilewise.workbench.operator import GROWTH
 
 _spec = importlib.util.spec_from_file_location(
     "bsa_implementations", Path(__file__).parents[2] / "examples" / "bsa_implementations.py"

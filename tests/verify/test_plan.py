@@ -5,7 +5,7 @@ import pytest
 from tilewise import workbench
 from tilewise.verify.api import DTYPES, plan
 from tilewise.verify.result import Settings
-from tilewise.verify.suite import GROWTH
+from tilewise.workbench.operator import GROWTH
 
 
 def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton", everything=False):

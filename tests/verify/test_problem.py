@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tilewise import workbench
 from tilewise.verify.suite import Suite, cut, make_fill, place, transposed
 from tilewise.workbench.flash.cases import CASES, Flash, draw
+from tilewise.workbench.operator import GROWTH, UsageError
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,7 @@ def test_every_suite_is_whole(operator):
     assert len(names) == len(set(names))
     assert names[:5] == ["small", "medium", "large", "xl", "xxl"]
     assert all(suite.find(name).name == name for name in names)
-    with pytest.raises(ValueError, match="there is no case 'smal': expected one of small"):
+    with pytest.raises(ValueError, match="there is no case 'smal': did you mean small\\? expected one of small"):
         suite.find("smal")
     assert callable(operator.load("function"))
     assert len(suite.mutants) >= 15
@@ -115,3 +116,12 @@ def test_the_standard_cases():
     everything = {case.name for case in suite.standard("cpu", False, everything=True)}
     assert {case.name for case in suite.cases} - everything == {"xl", "xxl"}
     assert suite.standard("cuda", False) == suite.cases
+
+
+@pytest.mark.parametrize("name", workbench.names("suite"))
+def test_names_of_cases_are_known_without_the_suite(name):
+    operator = workbench.find(name)
+    for case in (*(case.name for case in operator.load("suite").cases), GROWTH, "T=9"):
+        workbench.check_case(operator, case)
+    with pytest.raises(UsageError, match="did you mean medium"):
+        workbench.check_case(operator, "mediun")

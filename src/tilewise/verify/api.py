@@ -11,9 +11,9 @@ from typing import Any
 from tilewise import interpreter, workbench
 from tilewise.verify.implementation import check_signature
 from tilewise.verify.result import HANG, INTERNAL, SEED, Check, Implementation, MutantResult, Report, Result, Settings
-from tilewise.verify.suite import GROWTH, Mutant, Suite
+from tilewise.verify.suite import Mutant, Suite
 from tilewise.verify.worker import Job, one_process, run_jobs
-from tilewise.workbench.operator import Operator, UsageError
+from tilewise.workbench.operator import GROWTH, Operator, UsageError
 
 DTYPES = ("fp32", "fp16", "bf16")
 

@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from tilewise.workbench.operator import did_you_mean
+
 # Values for the tensor of that name and shape, in fp64; `size` scales random ones.
 Fill = Callable[[str, tuple[int, ...], float], torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -247,8 +249,6 @@ NARROW = 64
 # Seconds that one check may take before it counts as a hang.
 TIME_LIMIT = 120.0
 LONG_TIME_LIMIT = 1800.0
-# The check that is not a case: how memory grows with the sequence.
-GROWTH = "memory-growth"
 
 
 @dataclass(frozen=True)
@@ -317,8 +317,9 @@ class Suite:
             problem = self.problem.parse(text)
             problem.check()
             return Case(text, "", problem)
+        known = [case.name for case in self.cases]
         raise ValueError(
-            f"there is no case {text!r}: expected one of {', '.join(case.name for case in self.cases)}, or a problem"
+            f"there is no case {text!r}: {did_you_mean(text, known)}expected one of {', '.join(known)}, or a problem"
             " such as T=65,D=16"
         )
 

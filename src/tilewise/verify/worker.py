@@ -19,8 +19,8 @@ from tilewise import interpreter, workbench
 from tilewise.verify import suite
 from tilewise.verify.implementation import check_signature, load_function
 from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
-from tilewise.verify.suite import GROWTH, Suite
-from tilewise.workbench.operator import UsageError
+from tilewise.verify.suite import Suite
+from tilewise.workbench.operator import GROWTH, UsageError
 
 START_LIMIT = 120.0
 # Each of them imports torch.

@@ -1,8 +1,10 @@
 """What the workbench knows of an operator: one declaration, whose parts are imported on first use."""
 
+import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,8 +17,36 @@ if TYPE_CHECKING:
     from tilewise.verify.suite import Case, Problem, Suite, Tensors
 
 
+# The check of verify that is not a case: how memory grows with the sequence.
+GROWTH = "memory-growth"
+
+
 class UsageError(Exception):
     """The request cannot be run; the message says what to do."""
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """A question after an unknown word: the name that it is closest to; empty where none is close."""
+    close = difflib.get_close_matches(word, list(names), 1)
+    return f"did you mean {close[0]}? " if close else ""
+
+
+def place_and_name(impl: str) -> tuple[str, str]:
+    """The file or module, and the function, that --impl names; a UsageError if that cannot be.
+
+    A file must be there and be Python: that is found without importing it, or torch.
+    """
+    place, colon, name = impl.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"--impl {impl}: expected FILE.py:FUNCTION or package.module:function")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UsageError(f"--impl {impl}: there is no file {place}")
+        try:
+            compile(Path(place).read_bytes(), place, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"--impl {impl}: {place} does not import: {type(error).__name__}: {error}") from None
+    return place, name
 
 
 @dataclass(frozen=True)
