@@ -12,6 +12,8 @@ from tilewise.verify.result import (
     MEMORY,
     MODIFIED,
     NO_GRADIENT,
+    NOT_JUDGED,
+    NOTE,
     OVERRUN,
     PADDING,
     STRIDED,
@@ -19,10 +21,12 @@ from tilewise.verify.result import (
     UNWRITTEN,
     WARNING,
     Check,
+    Finding,
     Implementation,
 )
 from tilewise.verify.run import Runner
-from tilewise.verify.suite import GROWTH
+from tilewise.verify.text import verdict_lines
+from tilewise.workbench.operator import GROWTH
 
 
 def right(q, k, v, *, return_lse, **options):
@@ -69,6 +73,60 @@ def test_memory_of_interpreted_kernels_is_that_around_them(squares, monkeypatch)
     result = Runner(operator, function).run(check)
     assert launched
     assert result.statuses == ((MEMORY,) if squares else ())
+
+
+def without_lse(q, k, v, *, return_lse=False, **options):
+    return flash_attention(q, k, v, **options)[0]
+
+
+def takes_no_flag(q, k, v, *, causal=False, scale=None, window_size=(-1, -1), softcap=0.0):
+    return without_lse(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+
+
+def none_for_lse(q, k, v, **options):
+    return without_lse(q, k, v, **options), None
+
+
+@pytest.mark.parametrize("function", [without_lse, takes_no_flag, none_for_lse])
+def test_an_lse_that_is_not_returned_is_not_judged(function):
+    configs = ["small", "gqa-3", "strided", "window", "large-logits", "no-keys"]
+    report = verify("flash", function, configs=configs)
+    assert report.passed
+    for result in report.results:
+        assert Finding(NOT_JUDGED, "lse: not returned, not judged", NOTE) in result.findings
+        if result.check.case == "small":
+            assert [c.name for c in result.comparisons] == ["o", "dq", "dk", "dv"]
+            assert len(result.findings) == 1
+    assert "lse: not returned, not judged" in verdict_lines(report)
+    assert "as far as they are judged" in verdict_lines(report)[-1]
+
+
+def test_gradients_are_judged_without_an_lse():
+    def wrong(q, k, v, **options):
+        return without_lse(q, k * 1.05, v, **options) + 0 * k.sum()
+
+    assert "wrong values" in judged(wrong).statuses
+
+
+def test_our_own_backends_must_return_the_lse():
+    check = Check("flash", Implementation("triton", "cpu"), "small", "fp32")
+    result = Runner(workbench.find("flash"), without_lse).run(check)
+    assert result.statuses == (ERROR,)
+    assert "expected 2 tensors (o, lse), got Tensor" in result.findings[0].message
+
+
+def test_raw_numbers_are_judged_where_they_tell_something():
+    report = verify("flash", right, configs=["small", "T=5"], fill="range-raw")
+    assert report.passed
+    assert any(result.comparisons for result in report.results)
+    notes = {finding.message for result in report.results for finding in result.findings}
+    assert "dk: unfit in fp16, not judged" in notes
+
+    def wrong(q, k, v, **options):
+        o, lse = right(q, k, v, **options)
+        return o, lse + 1000
+
+    assert not verify("flash", wrong, configs=["T=5"], fill="range-raw").passed
 
 
 def test_modified_inputs():
@@ -198,8 +256,8 @@ def test_an_exception_is_a_finding_with_its_place():
 
 def test_what_is_returned_must_be_the_outputs():
     assert (
-        "expected 2 tensors (o, lse), got Tensor"
-        in judged(lambda q, k, v, **options: right(q, k, v, **options)[0]).findings[0].message
+        "expected 2 tensors (o, lse), got Tensor, Tensor, Tensor"
+        in judged(lambda q, k, v, **options: (*right(q, k, v, **options), q)).findings[0].message
     )
     wrong_shape = judged(
         lambda q, k, v, **options: (right(q, k, v, **options)[0].transpose(1, 2), right(q, k, v, **options)[1])

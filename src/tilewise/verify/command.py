@@ -11,7 +11,7 @@ from rich.text import Text
 from tilewise import doctor, workbench
 from tilewise.doctor import environment
 from tilewise.verify.api import plan, planted, run_checks, score, search_failures
-from tilewise.verify.result import Check, Report, Result, Settings
+from tilewise.verify.result import NOTE, Check, Report, Result, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import (
     as_json,
@@ -111,7 +111,8 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
     """Lines of each result as it comes; fills the report."""
 
     def lines(result: Result) -> list[str]:
-        if request.verbosity > 1 or result.findings or not result.passed:
+        said = any(finding.severity != NOTE for finding in result.findings)
+        if request.verbosity > 1 or said or not result.passed:
             return result_lines(result, request.verbosity > 1)
         return [check_line(result)] if request.verbosity else []
 
@@ -135,8 +136,6 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
 
 
 def _operators(request: Request) -> list[Operator]:
-    if request.impl and len(request.operators) != 1:
-        raise UsageError(f"--impl implements one operator: name it, one of {', '.join(workbench.names('suite'))}")
     return [workbench.find(name) for name in request.operators or workbench.names("suite")]
 
 

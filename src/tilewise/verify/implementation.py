@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,14 @@ import torch
 
 from tilewise.verify.result import Implementation
 from tilewise.verify.suite import Case, Problem, Tensors
-from tilewise.workbench.operator import Operator, UsageError
+from tilewise.workbench.operator import Operator, UsageError, place_and_name
 
 
 def load_function(operator: Operator, implementation: Implementation) -> Callable[..., Any]:
     """The function that `implementation` names, to be called as the operator's public function is."""
     if not implementation.external:
         return partial(operator.load("function"), backend=implementation.name)
-    place, colon, name = implementation.name.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"--impl {implementation.name}: expected FILE.py:FUNCTION or package.module:function")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UsageError(f"--impl {implementation.name}: there is no file {place}")
+    place, name = place_and_name(implementation.name)
     # A console script does not have the working directory on its path.
     sys.path.append(os.getcwd())
     try:
@@ -59,7 +55,7 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
         arguments = {
             **case.problem.arguments(case.problem.tensors(_no_values)),
             **case.problem.options(),
-            **case.problem.returning,
+            **accepted(function, case.problem.returning),
         }
         parameters = signature.parameters
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -74,6 +70,16 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
     if lacking:
         needs = "; ".join(f"{argument} (for {_some(names)})" for argument, names in lacking.items())
         raise UsageError(f"{name}{signature} lacks {needs}: accept them, or choose cases that do without by --config")
+
+
+def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that `function` has a parameter for, all if that is unknown."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return arguments
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if any_name or name in parameters}
 
 
 def _some(names: list[str]) -> str:
@@ -118,10 +124,11 @@ def evaluate(
     inputs: Tensors,
     dtype: torch.dtype,
     incoming: Incoming | None,
+    may_lack: Sequence[str] = (),
     **further: Any,
 ) -> dict[str, torch.Tensor | None]:
     """What `function` returns, by name; with `incoming` also the gradients of its floating inputs, None for those that
-    get none.
+    get none. The outputs that it `may_lack`, the last, are all there or none is.
 
     Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs), not to the precision of `inputs`:
     all runs see the same.
@@ -133,6 +140,7 @@ def evaluate(
         problem,
         function(**problem.arguments(leaves), **problem.options(), **further),
         next(iter(inputs.values())).device,
+        may_lack,
     )
     # Clones: an implementation may hand out the same memory again.
     results: dict[str, torch.Tensor | None] = {name: x.detach().clone() for name, x in outputs.items()}
@@ -174,20 +182,22 @@ def flat_outputs(returned: Any) -> list[Any]:
     return [x for part in returned for x in flat_outputs(part)] if isinstance(returned, tuple | list) else [returned]
 
 
-def _named(problem: Problem, returned: Any, device: torch.device) -> Tensors:
-    values = flat_outputs(returned)
-    # A last output that the problem does not have may be returned as None.
-    while len(values) > len(problem.outputs) and values[-1] is None:
+def _named(problem: Problem, returned: Any, device: torch.device, may_lack: Sequence[str]) -> Tensors:
+    values, names = flat_outputs(returned), problem.outputs
+    # A last output that the problem does not have, or the function may lack, may be returned as None.
+    while values and values[-1] is None:
         values.pop()
-    if len(values) != len(problem.outputs) or not all(isinstance(x, torch.Tensor) for x in values):
+    if len(values) == len(names) - len(may_lack):
+        names = tuple(name for name in names if name not in may_lack)
+    if len(values) != len(names) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)
         raise WrongReturnError(
             f"expected {len(problem.outputs)} tensors ({', '.join(problem.outputs)}), got {got or 'nothing'}"
         )
-    for name, x in zip(problem.outputs, values, strict=True):
+    for name, x in zip(names, values, strict=True):
         if x.device != device or x.layout != torch.strided:
             raise WrongReturnError(f"{name} is a {x.layout} tensor on {x.device}: expected an ordinary one on {device}")
-    return dict(zip(problem.outputs, values, strict=True))
+    return dict(zip(names, values, strict=True))
 
 
 _changing = threading.Lock()

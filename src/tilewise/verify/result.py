@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tilewise.verify.compare import ATOL, RTOL, Comparison
 
 SEED = 42
-FAILURE, WARNING = "failure", "warning"
+FAILURE, WARNING, NOTE = "failure", "warning", "note"
 # What can be found besides a tensor's own statuses (compare.py).
 ERROR, CRASH, HANG = "error", "crash", "hang"
 # Verify's own failure: our bug, not the implementation's.
@@ -21,6 +21,7 @@ PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (
     "no gradient",
     "wrong choice",
 )
+NOT_JUDGED = "not judged"
 
 
 class Implementation(NamedTuple):
@@ -83,7 +84,9 @@ class Check:
 
 
 class Finding(NamedTuple):
-    """Something that is not one tensor's error: its status, what was seen, and whether it fails the check."""
+    """Something that is not one tensor's error: its status, what was seen, and whether it fails the check, warns, or
+    notes what was not judged.
+    """
 
     status: str
     message: str

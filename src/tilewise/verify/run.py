@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import interpreter
-from tilewise.verify.compare import NON_FINITE, Comparison, Limits, compare, is_telling, limits_from_eager
+from tilewise.verify.compare import NON_FINITE, UNFIT, Comparison, Limits, compare, is_telling, limits_from_eager
 from tilewise.verify.eager import ProductsThroughFp32
-from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, evaluate, pinned
+from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, accepted, evaluate, pinned
 from tilewise.verify.result import (
     BATCH_ORDER,
     CHOICE,
@@ -21,6 +21,8 @@ from tilewise.verify.result import (
     MEMORY,
     MODIFIED,
     NO_GRADIENT,
+    NOT_JUDGED,
+    NOTE,
     OVERRUN,
     PADDING,
     STRIDED,
@@ -31,9 +33,9 @@ from tilewise.verify.result import (
     Finding,
     Result,
 )
-from tilewise.verify.suite import GROWTH, Problem, Suite, Tensors, make_fill, place, reverse, sequences
+from tilewise.verify.suite import Problem, Suite, Tensors, make_fill, place, reverse, sequences
 from tilewise.verify.watch import Watch, grows_as_square, peak_memory
-from tilewise.workbench.operator import Operator
+from tilewise.workbench.operator import GROWTH, Operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Where kernels are interpreted and every further run is expensive, determinism and independence of the batch order are
@@ -77,7 +79,7 @@ class Runner:
             with pinned():
                 single = _Single(self._reference, self._function, sized, check)
                 inputs = single.inputs(torch.nan, contiguous=True)
-            call = partial(evaluate, sized, single.function, inputs, single.dtype, single.incoming)
+            call = partial(single.call, inputs, single.incoming)
             try:
                 if single.device.type == "cuda":
                     # Memory that compiling holds on to is not the method's.
@@ -103,12 +105,18 @@ class _Single:
     ) -> None:
         self.problem, self.check = problem, check
         self.dtype, self.device = DTYPES[check.dtype], torch.device(check.implementation.device)
-        self._reference, self.function = reference, partial(function, **problem.returning)
+        # Others' functions need not return what a backward keeps, in fp32, for itself: the LSE.
+        external = check.implementation.external
+        returning = accepted(function, problem.returning) if external else problem.returning
+        self._reference, self.function = reference, partial(function, **returning)
+        self._may_lack, self._lacking = problem.exact if external else (), frozenset[str]()
         self._values = problem.tensors(make_fill(check.settings.fill, check.settings.seed))
         self.incoming: Incoming | None = self._incoming if check.settings.gradients else None
 
     @pinned()
     def _incoming(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name in self._lacking:
+            return torch.zeros(shape, dtype=torch.float64)
         seed = self.check.settings.seed + 1 + self.problem.outputs.index(name)
         return make_fill(self.check.settings.fill, seed)(f"d{name}", shape, 1.0)
 
@@ -120,12 +128,16 @@ class _Single:
             for name, x in self._values.items()
         }
 
+    def call(self, inputs: Tensors, incoming: Incoming | None) -> dict[str, torch.Tensor | None]:
+        """The function's results, and gradients if any arrive."""
+        return evaluate(self.problem, self.function, inputs, self.dtype, incoming, self._may_lack)
+
     def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
         """The tensors' verdicts and other findings."""
         inputs = self.inputs(torch.nan)
         attempt = self._attempt(inputs, self.incoming)
         comparisons, findings = self._compare(attempt)
-        if findings or not all(c.passed for c in comparisons):
+        if any(finding.severity != NOTE for finding in findings) or not all(c.passed for c in comparisons):
             # After a kernel error the GPU context is dead: this process is done, and its worker is replaced.
             return comparisons, (
                 *findings,
@@ -141,7 +153,7 @@ class _Single:
         before = {name: (x.clone(), _memory(x).clone()) for name, x in inputs.items()}
         with Watch(fresh) as watch:
             try:
-                results = evaluate(self.problem, self.function, inputs, self.dtype, incoming)
+                results = self.call(inputs, incoming)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             except ModifiedError as error:
@@ -164,8 +176,10 @@ class _Single:
         if not attempt.results:
             return (), attempt.findings
         findings = list(attempt.findings)
+        self._lacking = frozenset(self.problem.outputs) - frozenset(attempt.results)
+        findings += [Finding(NOT_JUDGED, f"{name}: not returned, not judged", NOTE) for name in self._lacking]
         inputs = {name: place(x.contiguous(), self.dtype, self.device, 0.0) for name, x in self._values.items()}
-        outputs = {name: x for name in self.problem.outputs if (x := attempt.results[name]) is not None}
+        outputs = {name: x for name in self.problem.outputs if (x := attempt.results.get(name)) is not None}
         choices = {name: outputs[name] for name in self.problem.choices}
         for name, choice in choices.items():
             wrong = self.problem.judge_choice(name, choice, inputs, self.dtype)
@@ -176,9 +190,9 @@ class _Single:
         misshapen = any(outputs[name].shape != truth[name].shape for name in outputs)
         comparisons = []
         for name, expected in truth.items():
-            actual = attempt.results[name]
-            if name in choices or (misshapen and name not in outputs):
+            if name in choices or name in self._lacking or (misshapen and name not in outputs):
                 continue
+            actual = attempt.results[name]
             if actual is None and not bool(expected.any()):
                 actual = torch.zeros_like(expected, dtype=self.dtype)
             if actual is None:
@@ -191,7 +205,14 @@ class _Single:
             others = {
                 other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())
             }
-            comparisons.append(self._compare_one(name, actual, truth, eager[name], further.get(name), others))
+            one = self._compare_one(name, actual, truth, eager[name], further.get(name), others)
+            expected_unfit = self._lacking or self.check.settings.fill == "range-raw"
+            if expected_unfit and one.failure and one.failure.status == UNFIT:
+                # Raw numbers overflow, or rounding outweighs the result; and without the LSE's gradient little
+                # is left of those of saturated scores.
+                findings.append(Finding(NOT_JUDGED, f"{name}: unfit in {self.check.dtype}, not judged", NOTE))
+            else:
+                comparisons.append(one)
         return tuple(comparisons), tuple(findings)
 
     def _compare_one(
@@ -221,7 +242,7 @@ class _Single:
 
     def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         def results(inputs: Tensors, **further: Any) -> Tensors:
-            found = evaluate(self.problem, self._reference, inputs, self.dtype, self.incoming, **given, **further)
+            found = evaluate(self.problem, self._reference, inputs, self.dtype, self.incoming, (), **given, **further)
             return {name: inputs[name[1:]] * 0 if x is None else x for name, x in found.items()}
 
         truth = results({name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
@@ -250,7 +271,7 @@ class _Single:
         if cost is None:
             return {}
         wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-        found = evaluate(self.problem, self._reference, wide, torch.float64, lambda name, _: cost[name], **given)
+        found = evaluate(self.problem, self._reference, wide, torch.float64, lambda name, _: cost[name], (), **given)
         return {name: x for name, x in found.items() if x is not None and name not in self.problem.outputs}
 
     def _tells(self, name: str, truth: torch.Tensor, eager: torch.Tensor) -> bool:
@@ -261,7 +282,7 @@ class _Single:
         comparisons, findings = self._compare(attempt)
         if status:
             return bool(comparisons) and not any(c.failure and c.failure.status == status for c in comparisons)
-        return not findings and all(c.passed for c in comparisons)
+        return all(finding.severity == NOTE for finding in findings) and all(c.passed for c in comparisons)
 
     def _causes(self, comparisons: tuple[Comparison, ...]) -> list[Finding]:
         """Tries out why it failed: reruns with harmless memory around the inputs, harmless fresh memory, contiguous

@@ -14,8 +14,9 @@ from typing import Any
 
 from tilewise import workbench
 from tilewise.verify.compare import INDENT, mark
-from tilewise.verify.result import FAILURE, MutantResult, Report, Result
-from tilewise.verify.suite import GROWTH, Problem, Suite
+from tilewise.verify.result import FAILURE, NOTE, WARNING, MutantResult, Report, Result
+from tilewise.verify.suite import Problem, Suite
+from tilewise.workbench.operator import GROWTH
 
 TILES = (128, 64, 32, 16)
 # What a line of one check may take.
@@ -181,7 +182,9 @@ def verdict_lines(report: Report) -> list[str]:
     lines += [f"drawn cases: {count} of {operator}" for operator, count in report.searched.items()]
     lines += patterns(report.results)
     failed, count = len(report.failures), len(report.results)
-    warnings = sum(finding.severity != FAILURE for result in report.results for finding in result.findings)
+    findings = [finding for result in report.results for finding in result.findings]
+    lines += dict.fromkeys(finding.message for finding in findings if finding.severity == NOTE)
+    warnings = sum(finding.severity == WARNING for finding in findings)
     more = f", {warnings} warnings" if warnings else ""
     if not report.results and not report.mutants:
         return [*lines, "FAIL: nothing was checked"]
@@ -190,6 +193,7 @@ def verdict_lines(report: Report) -> list[str]:
     if not report.passed:
         return [*lines, f"FAIL: all {count} checks passed, but they miss planted bugs{more}"]
     judged = "outputs and gradients" if all(result.check.settings.gradients for result in report.results) else "outputs"
+    judged += ", as far as they are judged," if any(finding.severity == NOTE for finding in findings) else ""
     return [*lines, f"PASS: all {count} checks passed: {judged} against fp64 truth{more}"]
 
 
