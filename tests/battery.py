@@ -50,24 +50,18 @@ def first_quick(values: Iterable[Any]) -> list:
     ]
 
 
-# Half a minute and more on a CPU that has no bf16.
-LONG_IN_BF16 = ("nsa-507", "block-128", "block-48", "many-blocks", "long", "long-full", "long-128", "long-packed")
-
-
 def cpu_cases(*operators: str) -> list:
-    """Operator, case and dtype for the CPU backend: all but the largest; fp16, and bf16 of every second case and of
-    long ones, are slow, but for HSTU's, which are short.
+    """Operator, case and dtype for the CPU backend: all but the largest.
+
+    `make test` runs what `tilewise verify` does by default, each in one dtype, in turn; the others are slow.
     """
-
-    def slow(operator: str, i: int, case: str, dtype: str) -> bool:
-        return operator != "hstu" and (dtype == "fp16" or (dtype == "bf16" and (i % 2 == 0 or case in LONG_IN_BF16)))
-
-    return [
-        pytest.param(
-            operator, case.name, dtype, marks=[pytest.mark.slow] if slow(operator, i, case.name, dtype) else []
-        )
-        for operator in operators
-        for i, case in enumerate(workbench.find(operator).load("suite").cases)
-        for dtype in DTYPES
-        if case.name not in ("xl", "xxl")
-    ]
+    found = []
+    for operator in operators:
+        suite = workbench.find(operator).load("suite")
+        by_default = [case.name for case in suite.standard("cpu", interpreted=False)]
+        for case in suite.standard("cpu", interpreted=False, everything=True):
+            turn = DTYPES[by_default.index(case.name) % 3] if case.name in by_default else None
+            for dtype in DTYPES:
+                marks = [] if dtype == turn else [pytest.mark.slow]
+                found.append(pytest.param(operator, case.name, dtype, marks=marks))
+    return found

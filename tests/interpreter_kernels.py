@@ -1,5 +1,5 @@
 """Kernels that show what Triton's interpreter makes of bf16; run by test_interpreter.py as
-`interpreter_kernels.py CHECK REPAIRED`.
+`interpreter_kernels.py CHECK,CHECK REPAIRED`.
 """
 
 import sys
@@ -156,14 +156,9 @@ def expected(check: str, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> t
     return results[check]()
 
 
-def main(check: str, repaired: str) -> None:
-    if repaired == "1":
-        from tilewise import interpreter
-
-        interpreter.repair()
+def run(check: str) -> bool:
     if check == "threads":
-        print("right" if check_threads() else "wrong")
-        return
+        return check_threads()
     if check == "warnings":
         warnings.simplefilter("error")
     generator = torch.Generator().manual_seed(0)
@@ -175,8 +170,16 @@ def main(check: str, repaired: str) -> None:
     globals()[f"{check}_kernel"][(1,)](x, y, z, out, SIZE=SIZE)
     # Element-wise work agrees bit for bit; sums may differ in their order, a running sum in bf16 by one rounding.
     tolerance = {"dot": 1e-5, "range": 1e-6, "sum": 1e-6, "scan": 2**-8, "cumsum": 2**-8}.get(check, 0.0)
-    close = torch.allclose(out.double(), want.double(), rtol=tolerance, atol=tolerance)
-    print("right" if close else "wrong")
+    return torch.allclose(out.double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+def main(checks: str, repaired: str) -> None:
+    if repaired == "1":
+        from tilewise import interpreter
+
+        interpreter.repair()
+    for check in checks.split(","):
+        print(check, "right" if run(check) else "wrong")
 
 
 main(*sys.argv[1:])

@@ -18,8 +18,12 @@ KERNELS = Path(__file__).with_name("interpreter_kernels.py")
 WRONG = ("arithmetic", "rounding", "fma", "dot", "sum", "scan", "constant", "where")
 
 
-def run(check: str, repaired: bool) -> subprocess.CompletedProcess[str]:
-    return interpret(KERNELS, check, str(int(repaired)))
+def run(*checks: str, repaired: bool) -> list[str]:
+    """What each comes out as: right, wrong, or, for those after one that fails, nothing."""
+    result = interpret(KERNELS, ",".join(checks), str(int(repaired)))
+    assert result.returncode == 0 or not repaired, result.stderr
+    found = dict(line.split() for line in result.stdout.splitlines())
+    return [found.get(check, "failed") for check in checks]
 
 
 def interpret(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -27,59 +31,32 @@ def interpret(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("check", [*WRONG, "cumsum"])
-def test_bf16_is_right_when_repaired(check):
-    result = run(check, repaired=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "right"
+def test_all_of_it_is_right_when_repaired():
+    """bf16; a range over a tensor; blocks of one shape and of different elements, the same elements in different
+    shapes, scalars, and sizes given as constants; launches of two threads at once, and those that overflow, with
+    NumPy's warnings as errors.
+    """
+    checks = [*WRONG, "cumsum", "range", "types", "threads", "warnings"]
+    assert dict(zip(checks, run(*checks, repaired=True), strict=True)) == dict.fromkeys(checks, "right")
 
 
-@pytest.mark.parametrize("check", WRONG)
-def test_bf16_is_wrong_without_the_repair(check):
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [*WRONG, "threads", "warnings"])
+def test_it_is_wrong_without_the_repair(check):
     """Where this fails, Triton has mended its interpreter and the repair can go."""
-    result = run(check, repaired=False)
-    assert result.returncode != 0 or result.stdout.strip() == "wrong"
+    assert run(check, repaired=False) != ["right"]
 
 
+@pytest.mark.slow
 def test_cumsum_is_wrong_without_the_repair_since_it_adds_in_bf16():
     """Up to 3.8 tl.cumsum widens bf16 before it scans; since 3.9 it scans bf16, which the interpreter adds as bits."""
-    result = run("cumsum", repaired=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ("right" if release < Version("3.9") else "wrong")
+    assert run("cumsum", repaired=False) == ["right" if release < Version("3.9") else "wrong"]
 
 
-def test_range_over_a_tensor_works_when_repaired():
-    result = run("range", repaired=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "right"
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(release >= Version("3.7"), reason="only Triton 3.6 with NumPy 2.4 needs it")
 def test_range_over_a_tensor_fails_without_the_repair():
-    assert run("range", repaired=False).returncode != 0
-
-
-def test_types_that_are_kept_are_kept_apart():
-    """Blocks of one shape and of different elements, the same elements in different shapes, scalars, and sizes given as
-    constants.
-    """
-    result = run("types", repaired=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "right"
-
-
-@pytest.mark.parametrize("check", ["threads", "warnings"])
-def test_launches_are_right_when_repaired(check):
-    """Those of two threads at once; those that overflow, with NumPy's warnings as errors."""
-    result = run(check, repaired=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "right"
-
-
-@pytest.mark.parametrize("check", ["threads", "warnings"])
-def test_launches_are_wrong_without_the_repair(check):
-    result = run(check, repaired=False)
-    assert result.returncode != 0 or result.stdout.strip() == "wrong"
+    assert run("range", repaired=False) == ["failed"]
 
 
 def test_operators_are_triton_s_own():

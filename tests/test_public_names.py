@@ -14,10 +14,10 @@ import public_names
 import pytest
 import torch
 import typer
+from public_inputs import D, H, T, compressed, finite, gates, tensors, whole
 from typer.testing import CliRunner
 
 NAMES = (*public_names.PARAMETERS, *public_names.OTHERS)
-T, H, D = 8, 2, 4
 SIZES = {"compress_size": 4, "compress_stride": 2}
 BLOCKS = {"block_size": 4, "block_count": 2, "init_blocks": 1, "local_blocks": 1}
 
@@ -27,29 +27,6 @@ def public(name: str):
     module, _, attribute = name.rpartition(".")
     found = importlib.import_module(module)
     return getattr(found, attribute) if hasattr(found, attribute) else importlib.import_module(name)
-
-
-def tensors(*shape: int, count: int = 3, **options) -> list[torch.Tensor]:
-    return list(torch.randn(count, *shape, generator=torch.Generator().manual_seed(0), **options))
-
-
-def whole() -> list[torch.Tensor]:
-    return tensors(1, T, H, D)
-
-
-def gates(*shape: int) -> dict[str, torch.Tensor]:
-    return dict(zip(("g_cmp", "g_slc", "g_swa"), tensors(*shape), strict=True))
-
-
-def finite(*results) -> None:
-    for result in results:
-        assert isinstance(result, torch.Tensor)
-        assert bool(result.isfinite().all())
-
-
-def compressed() -> list[torch.Tensor]:
-    q, _, _ = whole()
-    return [q, *tensors(1, (T - 4) // 2 + 1, H, D, count=2)]
 
 
 # What each name is called with, as cheaply as makes sense.

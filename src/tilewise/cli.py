@@ -1,61 +1,21 @@
 """`tilewise`: one command, one subcommand a verb. It decides how Triton runs before anything imports triton."""
 
-import contextlib
-import importlib.util
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from tilewise import interpreter, workbench
-from tilewise.workbench.operator import UsageError, place_and_name
+from tilewise import cli_machine, workbench
+from tilewise.cli_base import check_words, interpret_where_no_gpu, make_console, wrong_usage_exits_with_2
+from tilewise.workbench.operator import UsageError
 
 # What verify checks where no dtype is named.
 DTYPES = "fp32,fp16,bf16"
 
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
-
-
-def _console() -> Console:
-    # A pipe has no width: lines are left whole there, as a reader of logs expects.
-    return Console(soft_wrap=not sys.stdout.isatty())
-
-
-@contextlib.contextmanager
-def _wrong_usage_exits_with_2(console: Console) -> Iterator[None]:
-    """Inside, a UsageError is printed and ends the command."""
-    try:
-        yield
-    except UsageError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
-
-
-def _interpret_where_no_gpu() -> None:
-    """Where there is no GPU, kernels are interpreted in this process, repaired. This imports torch: it comes after what
-    can be said without. Without torch only doctor runs, to say so.
-    """
-    if importlib.util.find_spec("torch") is not None:
-        interpreter.use_where_no_gpu()
-
-
-def _check_words(
-    operators: Sequence[str], part: str, impls: Sequence[str | None] = (), cases: Sequence[str] = ()
-) -> None:
-    """What is wrong with words of the command line, at once."""
-    found = [workbench.find(name, part) for name in operators]
-    for impl in impls:
-        if impl:
-            place_and_name(impl)
-    for operator in found:
-        for case in cases:
-            workbench.check_case(operator, case)
 
 
 @app.command()
@@ -121,12 +81,12 @@ def verify(
 
     Exit code 0: all passed; 1: a failure; 2: wrong usage.
     """
-    console = _console()
-    with _wrong_usage_exits_with_2(console):
+    console = make_console()
+    with wrong_usage_exits_with_2(console):
         if impl and len(operators or ()) != 1:
             raise UsageError(f"--impl implements one operator: name it, one of {', '.join(workbench.names('suite'))}")
-        _check_words(operators or (), "suite", (impl,), config or ())
-        _interpret_where_no_gpu()
+        check_words(operators or (), "suite", (impl,), config or ())
+        interpret_where_no_gpu()
         from tilewise.verify.command import Request, list_cases, run_request
         from tilewise.verify.result import SEED, Settings
 
@@ -161,10 +121,10 @@ def verify(
 
 
 def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fill: str, list_names: bool) -> None:
-    console = _console()
-    with _wrong_usage_exits_with_2(console):
-        _check_words([operator], "configs")
-        _interpret_where_no_gpu()
+    console = make_console()
+    with wrong_usage_exits_with_2(console):
+        check_words([operator], "configs")
+        interpret_where_no_gpu()
         from tilewise.verify.every_config import Request, list_entries, run_request
 
         request = Request(operator, kernel, small, diff, fill)
@@ -220,10 +180,10 @@ def trace(
     ] = None,
 ) -> None:
     """See where inside a kernel it goes wrong: its values tile by tile against a simulation, and the first mismatch."""
-    console = _console()
-    with _wrong_usage_exits_with_2(console):
-        _check_words([operator], "trace", (impl, against))
-        _interpret_where_no_gpu()
+    console = make_console()
+    with wrong_usage_exits_with_2(console):
+        check_words([operator], "trace", (impl, against))
+        interpret_where_no_gpu()
         from tilewise.trace.command import run_trace
         from tilewise.trace.request import Request
 
@@ -304,10 +264,10 @@ def bench(
 
     Exit code 0; 1: something fails verify, or is slower than before; 2: wrong usage.
     """
-    console = _console()
-    with _wrong_usage_exits_with_2(console):
-        _check_words([operator], "bench", impl or ())
-        _interpret_where_no_gpu()
+    console = make_console()
+    with wrong_usage_exits_with_2(console):
+        check_words([operator], "bench", impl or ())
+        interpret_where_no_gpu()
         from tilewise.bench.command import Request, list_cases, run_request
 
         if list_names:
@@ -324,157 +284,7 @@ def bench(
         raise typer.Exit(1)
 
 
-@app.command()
-def inspect(
-    operator: Annotated[
-        str | None, typer.Argument(metavar="[OP]", help="The operator, or a file that --json wrote.")
-    ] = None,
-    impl: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py:FUNCTION", help="Compile what this function launches, in place of ours."),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option(help="Some of sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120; all by default.")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I",
-            help="Only configuration I of verify --every-config --list; with --impl a case, small by default.",
-        ),
-    ] = None,
-    direction: Annotated[str | None, typer.Option(help="Only forward or backward.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "bf16",
-    sass: Annotated[bool, typer.Option("--sass", help="Print the SASS of every kernel too.")] = False,
-    diff: Annotated[
-        str | None,
-        typer.Option(metavar="OTHER", help="What changes to configuration, FILE.py:FUNCTION or saved file OTHER."),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it as JSON.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Hold all default configurations to the allowances.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="With --check: rewrite the allowances.")] = False,
-    audit: Annotated[
-        bool,
-        typer.Option("--audit", help="Instead: launches at 10 million tokens, for 32-bit overflow and grid limits."),
-    ] = False,
-) -> None:
-    """Compile kernels without a GPU: registers, spills, shared memory, instructions, occupancy.
-
-    Exit code 1: --check or --audit failed, 2: usage.
-    """
-    console = _console()
-    command = shlex.join(["tilewise", *sys.argv[1:]])
-    with _wrong_usage_exits_with_2(console):
-        # The operator may be a file that --json wrote.
-        _check_words((), "launches", (impl,))
-        _interpret_where_no_gpu()
-        from tilewise.inspect.audit import audit as audit_operators
-        from tilewise.inspect.audit import print_audit
-        from tilewise.inspect.command import Request, run_inspect
-
-        if audit:
-            if any((impl, arch, config, direction, sass, diff, json, check, update)):
-                raise UsageError("--audit checks the launches of an operator, or of all: it takes no other option")
-            passed = print_audit(audit_operators([operator] if operator else workbench.names("audit")), console)
-        else:
-            passed = run_inspect(
-                Request(operator, impl, arch, config, direction, dtype, sass, diff, json, check, update, command),
-                console,
-            )
-    if not passed:
-        raise typer.Exit(1)
-
-
-@app.command()
-def warmup(
-    operators: Annotated[
-        list[str], typer.Argument(metavar="OP...", help="Operators to compile, such as flash, nsa, hstu and bsa.")
-    ],
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="B=..,T=..",
-            help="A problem written out (B=1,T=4096,H=16,D=128,causal), or a case by name; may be repeated.",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Some of bf16, fp16 and fp32.")] = "bf16",
-    arch: Annotated[
-        str | None, typer.Option(metavar="sm_90", help="The GPU to compile for; by default the one that is here.")
-    ] = None,
-    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward out.")] = False,
-) -> None:
-    """Compile kernels ahead of time into Triton's cache, with or without a GPU.
-
-    Exit code 1: a kernel does not compile; 2: wrong usage.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = _console()
-    with _wrong_usage_exits_with_2(console):
-        _check_words(operators, "suite")
-    _interpret_where_no_gpu()
-    from tilewise._warmup import warmup as compile_ahead
-
-    dtypes = [name.strip() for name in dtype.split(",")]
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("kernels"), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("", total=None)
-
-            def advanced(done: int, total: int) -> None:
-                progress.update(task, completed=done, total=total or None)
-
-            warmed = compile_ahead(
-                *operators, shapes=shapes or [], dtypes=dtypes, arch=arch, forward_only=forward_only, advanced=advanced
-            )
-    except ValueError as error:
-        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
-    for kernel, said in warmed.errors.items():
-        console.print(f"✗ {kernel}: {said}", markup=False, highlight=False)
-    for note in warmed.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
-    found = warmed.kernels - warmed.compiled - len(warmed.errors)
-    console.print(
-        f"{warmed.compiled} kernels compiled, {found} were in the cache already ({warmed.seconds:.0f} s)",
-        highlight=False,
-    )
-    if warmed.errors:
-        raise typer.Exit(1)
-
-
-@app.command()
-def doctor(
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings as JSON too.")] = None,
-    report: Annotated[
-        bool, typer.Option("--report", help="Instead: one block for a bug report, without paths.")
-    ] = False,
-) -> None:
-    """Say what tilewise finds on this machine, how kernels will run, and what to do about each finding.
-
-    Exit code 1: a problem; 2: wrong usage.
-    """
-    from json import dumps
-
-    _interpret_where_no_gpu()
-    from tilewise.doctor import as_json, examine, print_findings
-    from tilewise.doctor import report as block
-
-    if report:
-        # As it is: a terminal's width must not break lines that are pasted elsewhere.
-        typer.echo(block())
-        if json is None:
-            return
-    findings, console = examine(), _console()
-    healthy = report or print_findings(findings, console)
-    if json:
-        try:
-            json.write_text(dumps(as_json(findings), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            console.print(f"[red]error[/]: {escape(str(json))} cannot be written: {error.strerror}", highlight=False)
-            raise typer.Exit(2) from None
-    if not healthy:
-        raise typer.Exit(1)
+app.add_typer(cli_machine.app)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from battery import first_quick
 from typer.testing import CliRunner
 
 from tilewise import cli, workbench
@@ -73,7 +74,7 @@ def rows(one, text, verified=None):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", workbench.names("bench"))
+@pytest.mark.parametrize("name", first_quick(workbench.names("bench")))
 def test_every_operator_and_baseline_is_timed(name):
     found = rows(bench(name, modes=("fwd", "bwd", "fwd+bwd")), SMALL[name])
     assert {row.implementation for row in found.values()} >= {"tilewise", "torch"}

@@ -81,6 +81,7 @@ def test_digits_with_linear_layers(run):
     assert "Linear(64, 128)" in printed
 
 
+@pytest.mark.slow
 def test_the_cnn_reaches_97_percent(run):
     printed = run("digits", backend="parallel")
     assert number(ACCURACY, printed) >= 97
@@ -115,6 +116,7 @@ def test_mnist_files(run, load, tmp_path):
         run("digits", "--mnist", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_char_transformer(run):
     printed = run("char_transformer", "--steps", "30", "--sample", "20", backend="parallel")
     assert "Alice was beginning to " in printed

@@ -141,7 +141,7 @@ def test_limits_of_grids_and_descriptors():
 
 def test_every_operator_has_an_audit():
     assert workbench.names("audit") == workbench.names("suite")
-    with pytest.raises(UsageError, match="there is no operator 'flush': expected one of flash"):
+    with pytest.raises(UsageError, match="there is no operator 'flush': did you mean flash\\? expected one of flash"):
         audit.audit(["flush"])
 
 

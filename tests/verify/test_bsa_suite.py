@@ -53,6 +53,7 @@ def test_an_independent_implementation_passes(case):
     assert [result.statuses for result in report.results] == [()] * len(DTYPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EDGES)
 @pytest.mark.parametrize(
     ("function", "dtypes"), [(block_sparse_attn, DTYPES), (eager, ("fp16", "bf16"))], ids=["fp32", "own-precision"]

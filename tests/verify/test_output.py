@@ -67,7 +67,9 @@ class Terminal:
         return [line.rstrip() for line in lines if line.strip()]
 
 
-@pytest.mark.parametrize("columns", [80, 120, 200])
+@pytest.mark.parametrize(
+    "columns", [80, pytest.param(120, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_a_terminal_keeps_whole_lines(columns):
     terminal = Terminal([*FAILING, "-v"], columns)
     terminal.read_until()

@@ -45,6 +45,7 @@ def test_what_is_right_passes_every_dtype_and_layout():
     assert not any(result.findings for result in report.results)
 
 
+@pytest.mark.slow
 def test_the_standard_run_of_a_function_measures_memory_and_warns():
     report = verify("flash", right, dtypes=["fp32"])
     assert report.passed

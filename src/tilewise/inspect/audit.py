@@ -27,6 +27,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tilewise import workbench
+from tilewise._interpreter_speed import operators_in_full
 from tilewise.inspect.audit_memory import Table, VirtualMemory
 from tilewise.interpreter import repair
 from tilewise.ops._host.launching import Launch, capture
@@ -233,7 +234,7 @@ def faults(launch: Launch, tables: Mapping[str, Table]) -> list[str]:
     arguments = memory.place(launch.arguments, tables)
     programs = sorted({0, min(1, launch.grid - 1), launch.grid // 2, launch.grid - 1})
     virtual = _replaced(interpreter, "_interpreter", memory)
-    with _checked_numbers(report), _sampled_loops(), _programs(programs, launch.grid), virtual:
+    with operators_in_full(), _checked_numbers(report), _sampled_loops(), _programs(programs, launch.grid), virtual:
         executor = _Executor(launch.kernel.rewrite(), launch.kernel.arg_names, (len(programs),))
         try:
             executor(**arguments)

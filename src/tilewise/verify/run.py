@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise import interpreter
+from tilewise._interpreter_speed import idle
 from tilewise.verify.compare import NON_FINITE, UNFIT, Comparison, Limits, compare, is_telling, limits_from_eager
 from tilewise.verify.eager import ProductsThroughFp32
 from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, accepted, evaluate, pinned
@@ -85,7 +85,7 @@ class Runner:
                     # Memory that compiling holds on to is not the method's.
                     call()
                 # Kernels allocate nothing, and interpreted they take long.
-                with interpreter.idle() if check.implementation.interpreted else nullcontext():
+                with idle() if check.implementation.interpreted else nullcontext():
                     peaks.append(peak_memory(call, single.device))
             except Exception as error:
                 return (_error(error),)

@@ -32,6 +32,7 @@ def check(architecture: int, dtype: str, channels: int, values: int, block: int,
             assert kernel["wgmma"], kernel
 
 
+@pytest.mark.slow
 def test_hopper():
     check(90, "bfloat16", 32, 64, 32, spilled=400)
 

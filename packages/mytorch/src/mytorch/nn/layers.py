@@ -5,7 +5,7 @@ other.
 import math
 from collections.abc import Iterator
 
-from mytorch.methods import Pair, pair
+from mytorch.arguments import Pair, pair
 from mytorch.nn import initial
 from mytorch.nn.module import Module
 from mytorch.tensor import Tensor
