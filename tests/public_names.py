@@ -194,6 +194,7 @@ OPTIONS = {
         "--impl --config --dtype --range -r --range-raw --seed --search --rtol --atol --no-grad --mutants "
         "--repeat --json --html --list --all --fail-fast --verbose -v --every-config --kernel --small --diff"
     ),
+    "new": "",
     "trace": (
         "--block-m --block-n --kernel-index --seq-blocks --program --warp --warps --head --direction --order "
         "--dtype --causal --targets --context --max-attn-len --range -r --impl --names --against --out --html"
@@ -210,5 +211,5 @@ OPTIONS = {
 # Each runs in a second or two.
 COMMANDS = (
     *("verify --list", "trace flash --block-m 16 --block-n 16 --seq-blocks 1 --out .", "sanity flash --list"),
-    *("bench flash --list", "inspect --help", "warmup --help", "doctor --report"),
+    *("new mine.py", "bench flash --list", "inspect --help", "warmup --help", "doctor --report"),
 )

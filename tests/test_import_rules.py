@@ -19,6 +19,7 @@ WORKBENCH = (
     "tilewise.cli",
     "tilewise.workbench",
     "tilewise.doctor",
+    "tilewise.new",
 )
 OPS_MAY = ("torch", "triton", "tilewise")
 

@@ -23,7 +23,7 @@ def test_importing_imports_neither_torch_nor_triton(module):
 
 
 def test_what_is_wrong_with_a_command_line_is_said_without_torch(tmp_path):
-    """Help, typos, and files that are not there or not Python: importing torch takes seconds."""
+    """Help, typos, and files that are not there, not Python or new: importing torch takes seconds."""
     broken = tmp_path / "broken.py"
     broken.write_text("def attention(q, k, v:\n")
     lines = {
@@ -38,6 +38,8 @@ def test_what_is_wrong_with_a_command_line_is_said_without_torch(tmp_path):
         "bench flash --impl nowhere.py:f": "there is no file nowhere.py",
         "trace flash --impl nowhere.py:f": "there is no file nowhere.py",
         "inspect flash --impl nowhere.py:f": "there is no file nowhere.py",
+        "new mine.txt": "ends in .py",
+        f"new {tmp_path}/mine.py": "run next",
         "warmup flsh": "did you mean flash?",
     }
     code = (

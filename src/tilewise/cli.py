@@ -138,6 +138,22 @@ def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fi
 
 
 @app.command()
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="The file to write; its tests go next to it.")],
+) -> None:
+    """Write a small attention kernel that is right, and its tests, to start from.
+
+    Exit code 2: the name will not do, or a file is there already.
+    """
+    with wrong_usage_exits_with_2(make_console()):
+        from tilewise.new import write
+
+        lines = write(file)
+    # As they are: a terminal's width must not break commands that are pasted.
+    typer.echo("\n".join(lines))
+
+
+@app.command()
 def trace(
     operator: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     block_m: Annotated[
