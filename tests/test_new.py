@@ -47,6 +47,7 @@ def run(words, folder):
     )
 
 
+@pytest.mark.slow
 def test_what_it_writes_passes_the_commands_it_prints_and_a_bug_fails(folder):
     outcome = new("mine.py")
     verify, tests = commands(outcome)

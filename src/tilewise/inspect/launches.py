@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise import workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host.launching import Launch, capture
-from tilewise.verify.implementation import check_signature, load_function
+from tilewise.verify.implementation import accepted, check_signature, load_function
 from tilewise.verify.result import Implementation
 from tilewise.verify.suite import Case, Suite
 from tilewise.workbench.operator import UsageError
@@ -161,7 +161,7 @@ def case_launches(
     leaves = [x for x in tensors.values() if x.requires_grad]
     # An operator's backward is observed as its forward was, so one list takes both.
     with collecting(architecture) as launches:
-        results = function(**problem.arguments(tensors), **problem.options(), **problem.returning)
+        results = function(**problem.arguments(tensors), **problem.options(), **accepted(function, problem.returning))
         forward = len(launches)
         outputs = [x for x in _tensors(results) if x.requires_grad]
         if outputs:
