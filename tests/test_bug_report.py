@@ -195,6 +195,7 @@ for words in (["--report"], []):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "code", "said"),
     [

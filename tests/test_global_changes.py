@@ -11,6 +11,7 @@ OWN_PROCESS = "runs in a process of its own, which does nothing else"
 ASKS = "what takes the place of a function asks whose call it is, and passes on those of other threads"
 ALLOWED = {
     "interpreter.py": "only where a process interprets kernels: tests/test_repair.py",
+    "_interpreter_speed.py": "part of that",
     "trace/record.py": ASKS,
     "verify/watch.py": ASKS,
     "_warmup_worker.py": OWN_PROCESS,

@@ -75,15 +75,36 @@ def test_it_is_as_this_project_is(built):
     ("words", "code", "said"),
     [
         ("verify swiglu --config small --config odd-sizes --config no-tokens", 0, "PASS: all 18 checks passed"),
-        ("verify swiglu --every-config", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
-        ("sanity swiglu", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
+        pytest.param(
+            *(
+                "verify swiglu --every-config",
+                2,
+                "there are no tile configurations of 'swiglu': its one tile follows from",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("sanity swiglu", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
+            marks=pytest.mark.slow,
+        ),
         ("verify swiglu --list", 0, "15 planted bugs: rows-lost"),
         ("trace swiglu --out out --html page.html", 0, "✓ swiglu_fwd_kernel, program 0, 32 rows: 5 values in 1 steps"),
-        ("trace swiglu --program 1 --seq-blocks 3 --dtype fp32 --out out", 0, "program 1, 32 rows"),
-        ("trace swiglu --block-m 16 --out out", 2, "--block-m means nothing to swiglu"),
+        pytest.param(
+            *("trace swiglu --program 1 --seq-blocks 3 --dtype fp32 --out out", 0, "program 1, 32 rows"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("trace swiglu --block-m 16 --out out", 2, "--block-m means nothing to swiglu"), marks=pytest.mark.slow
+        ),
         ("bench swiglu --list", 0, "baseline eager"),
-        ("inspect swiglu --audit", 2, "there is no audit of 'swiglu': its offsets are one product of 64 bits"),
-        ("inspect swiglu --config 0 --arch sm_90", 2, "there are no tile configurations of 'swiglu'"),
+        pytest.param(
+            *("inspect swiglu --audit", 2, "there is no audit of 'swiglu': its offsets are one product of 64 bits"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("inspect swiglu --config 0 --arch sm_90", 2, "there are no tile configurations of 'swiglu'"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @NO_GPU

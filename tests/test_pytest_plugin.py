@@ -59,8 +59,10 @@ def test_one_test_a_case_and_dtype(project):
     [
         ("", "mark it with @pytest.mark.tilewise"),
         ('@pytest.mark.tilewise("flush")', "there is no operator 'flush'"),
-        ('@pytest.mark.tilewise("flash", configs=["smal"])', "there is no case 'smal'"),
-        ('@pytest.mark.tilewise("flash", sed=1)', "sed"),
+        pytest.param(
+            '@pytest.mark.tilewise("flash", configs=["smal"])', "there is no case 'smal'", marks=pytest.mark.slow
+        ),
+        pytest.param('@pytest.mark.tilewise("flash", sed=1)', "sed", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_usage_is_said(project, marker, message):

@@ -31,7 +31,7 @@ def test_architectures():
     [
         (["flash", "--arch", "sm_9"], "arch is 'sm_9': expected sm_80 or newer"),
         (["flash", "--arch", "sm_90", "--dtype", "fp8"], "dtypes are fp8: expected some of bf16, fp16, fp32"),
-        (["flush", "--arch", "sm_90"], "there is no operator 'flush': expected one of flash"),
+        (["flush", "--arch", "sm_90"], "there is no operator 'flush': did you mean flash? expected one of flash"),
         (["flash", "--arch", "sm_90", "--shapes", "Z=4"], "'Z=4' is not a parameter"),
         ([], "Missing argument 'OP...'"),
     ],

@@ -198,7 +198,8 @@ def trace(
     """See where inside a kernel it goes wrong: its values tile by tile against a simulation, and the first mismatch."""
     console = make_console()
     with wrong_usage_exits_with_2(console):
-        check_words([operator], "trace", (impl, against))
+        # The others take no kernels of yours, and say so.
+        check_words([operator], "trace", (impl, against) if operator == "flash" else ())
         interpret_where_no_gpu()
         from tilewise.trace.command import run_trace
         from tilewise.trace.request import Request

@@ -242,6 +242,7 @@ def test_what_is_verified_for_a_long_case_is_no_trifle(name):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

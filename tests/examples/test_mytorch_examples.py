@@ -93,6 +93,7 @@ def idx(array):
     return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype("uint8").tobytes()
 
 
+@pytest.mark.slow
 def test_mnist_files(run, load, tmp_path):
     """Files in MNIST's format, two of them compressed: images of 12 × 12 in which the digit is the bright row."""
     classes = np.arange(300) % 10

@@ -117,6 +117,28 @@ def test_the_first_divergence_is_marked_once_and_linked_from_the_verdict():
     assert "left: 7.812%; top: 4.688%; width: 1.562%; height: 1.562%" in section
 
 
+def test_the_page_opens_at_the_first_divergence():
+    page = PAGES["two programs"]()
+    (opened,) = re.findall(r'<article class="([^"]*)" id="([^"]*)" tabindex="-1" autofocus>', page)
+    assert "first" in opened[0]
+    assert f'href="#{opened[1]}"' in page
+    assert "autofocus" not in PAGES["right"]()
+
+
+def test_what_the_simulation_masks_and_the_kernel_does_not_is_shown_and_not_judged():
+    one = traced()
+    masked = np.isneginf(one.simulation["S_1"])
+    one.kernel["S_1"][masked] = 123.0
+    assert not verdict(one, EPS)[1]
+    spared = replace(one, unjudged={"S_1": masked})
+    assert verdict(spared, EPS)[1]
+    page = page_of(spared)
+    assert f"{masked.sum()} not judged:<br>masked in the simulation" in page
+    assert "max 123" in page
+    one.kernel["S_1"][-1, 0] += 1
+    assert not verdict(spared, EPS)[1]
+
+
 def test_each_program_has_its_own_first_divergence():
     page = PAGES["two programs"]()
     assert page.count('class="value parts first"') == page.count("See the first mismatch") == 2
@@ -248,12 +270,14 @@ def test_the_command_writes_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_first_divergence_is_one_click_away(opened, width):
+def test_the_page_opens_at_the_first_divergence_and_it_is_one_click_away(opened, width):
     page = opened(PAGES["wrong"](), width)
     assert page.title() == "First mismatch · tilewise trace"
     first = page.locator("article.first")
     inside = """e => { const b = e.getBoundingClientRect(), r = e.parentElement.getBoundingClientRect();
         return b.top >= 0 && b.top < innerHeight && b.left >= r.left - 1 && b.left + 100 < r.right }"""
+    assert first.evaluate(inside)
+    page.evaluate("scrollTo(0, 0)")
     assert not first.evaluate(inside)
     page.locator("#verdict a").click()
     assert first.evaluate(inside)

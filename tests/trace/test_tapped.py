@@ -29,7 +29,7 @@ def make(tokens, mask, dtype, device):
 
 
 def verdict(traced, dtype):
-    rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), float(torch.finfo(dtype).eps))
+    rows = judge(traced, float(torch.finfo(dtype).eps))
     return rows, first_divergence(rows, traced.steps, traced.order)
 
 

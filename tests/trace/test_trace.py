@@ -199,6 +199,12 @@ def test_a_users_kernel_with_an_unmasked_tail(tmp_path):
     )
     assert outcome.exit_code == 1
     assert "first mismatch: block 2" in outcome.output
+    # Its scores past the last key are shown as they were recorded.
+    values = np.load(next(tmp_path.rglob("trace.npz")))
+    (kernel,) = (values[name] for name in values if name.startswith("kernel/") and name.endswith("/S_2"))
+    (simulation,) = (values[name] for name in values if name.startswith("simulation/") and name.endswith("/S_2"))
+    assert np.isneginf(simulation).any()
+    assert np.isfinite(kernel).all()
     against = invoke(
         tmp_path,
         "--block-m",

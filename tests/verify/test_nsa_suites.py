@@ -226,4 +226,4 @@ def test_given_blocks_must_come_back():
 
 
 def test_what_is_no_pair_of_pairs_is_an_error():
-    assert judged("nsa-attend", lambda **arguments: attend(**arguments)[0]).statuses == (ERROR,)
+    assert judged("nsa-attend", lambda **arguments: attend(**arguments) * 2).statuses == (ERROR,)

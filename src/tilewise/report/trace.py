@@ -46,6 +46,7 @@ def render_html(
         "First mismatch" if parting else "No mismatch",
         not parting,
         programs=shown,
+        opens_at=next((program.first for program in shown if program.first), None),
         request=request,
         other=other,
         legend=steps_legend("within what rounding allows"),
@@ -121,7 +122,7 @@ class Program:
 
 
 def _program(number: int, traced: Traced, lines: Sequence[str], low_precision: float, other: str) -> Program:
-    rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
+    rows = judge(traced, low_precision)
     first = first_divergence(rows, traced.steps, traced.order)
     anchors = {row.name: f"value-{number}-{i}" for i, row in enumerate(rows)}
     stages = tuple(
@@ -160,7 +161,9 @@ def _stages(rows: Sequence[Row], traced: Traced) -> list[tuple[str, list[Row]]]:
 
 def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Value:
     kernel, simulation = (np.asarray(values[row.name], np.float64) for values in (traced.kernel, traced.simulation))
-    difference = _multiples(kernel, simulation, row.allowed)
+    unjudged = traced.unjudged.get(row.name, np.zeros(kernel.shape, bool))
+    difference = np.where(unjudged, 0.0, _multiples(kernel, simulation, row.allowed))
+    masked = (f"{int(unjudged.sum())} not judged:", "masked in the simulation") if unjudged.any() else ()
     # The simulation sets the scale of both: a kernel's huge value must not make everything else look like zero.
     limit = _largest(simulation) or _largest(kernel) or 1.0
     off = (
@@ -176,7 +179,7 @@ def _value(row: Row, traced: Traced, anchor: str, first: bool, other: str) -> Va
             "difference",
             _difference_levels(_reduced(difference)),
             STEP_COLOURS,
-            _difference_lines(row, difference),
+            (*_difference_lines(row, difference), *masked),
             kernel.shape,
             worst,
         ),

@@ -88,16 +88,16 @@ def _warped(request: Request, traced: Traced) -> Traced:
     if request.warp is None or traced.at is None:
         return traced
     rows = warp_rows(traced.at[2], request.warps, request.warp)
-    kernel, simulation, exact, beside = (
-        only_rows(values, rows) for values in (traced.kernel, traced.simulation, traced.exact, traced.beside)
-    )
+    sides = (traced.kernel, traced.simulation, traced.exact, traced.beside, traced.unjudged)
+    kernel, simulation, exact, beside, unjudged = (only_rows(values, rows) for values in sides)
     place = f"{traced.place}, warp {request.warp} of {request.warps}"
-    return replace(traced, place=place, kernel=kernel, simulation=simulation, exact=exact, beside=beside)
+    found = replace(traced, place=place, kernel=kernel, simulation=simulation, exact=exact)
+    return replace(found, beside=beside, unjudged=unjudged)
 
 
 def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     """The lines for one program, and whether there is no mismatch."""
-    rows = judge(traced.kernel, traced.simulation, traced.exact, list(traced.simulation), low_precision)
+    rows = judge(traced, low_precision)
     where = f"{traced.kernel_name}, {traced.place}"
     row = first_divergence(rows, traced.steps, traced.order)
     if row is None:
@@ -118,7 +118,7 @@ def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     if agreeing:
         lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")
     return (
-        lines + [f"    {sentence}" for sentence in explain(row, traced.kernel, traced.simulation, traced.makers)],
+        lines + [f"    {sentence}" for sentence in explain(row, traced)],
         False,
     )
 

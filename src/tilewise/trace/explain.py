@@ -3,12 +3,12 @@
 Finds the first mismatch of a kernel and the simulation; the tolerance is the rounding that the precision allows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tilewise.trace.request import split_step
+from tilewise.trace.request import Traced, split_step
 from tilewise.trace.values import Values
 
 EPS32 = float(np.finfo(np.float32).eps)
@@ -38,20 +38,17 @@ class Row:
         return self.bad == 0
 
 
-def judge(kernel: Values, simulation: Values, exact: Values, order: Sequence[str], low_precision: float) -> list[Row]:
-    """A row for each name of `order` that both have.
+def judge(traced: Traced, low_precision: float) -> list[Row]:
+    """A row for each value that the kernel and the simulation both have, but for its `unjudged` elements.
 
-    `exact` is the simulation in fp64; `low_precision` is the rounding of the inputs' dtype.
+    `low_precision` is the rounding of the inputs' dtype.
     """
-    return [
-        _row(name, kernel[name], simulation[name], exact[name], low_precision)
-        for name in order
-        if name in kernel and name in simulation
-    ]
+    return [_row(traced, name, low_precision) for name in traced.simulation if name in traced.kernel]
 
 
-def _row(name: str, kernel: np.ndarray, simulation: np.ndarray, exact: np.ndarray, low_precision: float) -> Row:
-    kernel, simulation, exact = (np.asarray(x, np.float64) for x in (kernel, simulation, exact))
+def _row(traced: Traced, name: str, low_precision: float) -> Row:
+    sides = traced.kernel[name], traced.simulation[name], traced.exact[name]
+    kernel, simulation, exact = (np.asarray(x, np.float64) for x in sides)
     finite = np.isfinite(simulation) & np.isfinite(exact)
     largest = np.abs(simulation[finite]).max(initial=0.0)
     # Loads are exact; everything after the first product rounds.
@@ -64,6 +61,7 @@ def _row(name: str, kernel: np.ndarray, simulation: np.ndarray, exact: np.ndarra
     with np.errstate(invalid="ignore"):
         difference = np.where(kernel == simulation, 0.0, np.abs(kernel - simulation))
     difference = np.where(np.isnan(difference), np.inf, difference)
+    difference = np.where(traced.unjudged.get(name, False), 0.0, difference)
     at = tuple(int(i) for i in np.unravel_index(int(difference.argmax()), difference.shape)) if difference.size else ()
     bad = int((difference > allowed).sum())
     worst = float(difference.max(initial=0.0))
@@ -116,8 +114,13 @@ MAKERS = {
 }
 
 
-def explain(row: Row, kernel: Values, simulation: Values, makers: Mapping[str, str]) -> list[str]:
-    """Sentences, the surest first; `makers` says what computes a value where that differs from MAKERS."""
+def explain(row: Row, traced: Traced) -> list[str]:
+    """Sentences, the surest first."""
+    # What is masked elsewhere is no mask that is missing here.
+    kernel = traced.kernel | {
+        name: np.where(unjudged, -np.inf, traced.kernel[name]) for name, unjudged in traced.unjudged.items()
+    }
+    simulation, makers = traced.simulation, traced.makers
     base, step = split_step(row.name)
     name = base.removesuffix("_final")
     guess = _guess(row.name, name, step or 0, kernel, simulation)

@@ -62,7 +62,8 @@ class Traced:
 
     `order` is that in which the values of a step depend on each other. `at` is the head, first row and number of rows
     of a program that owns a tile of one head's queries; `turn` is what a step is called; `beside` is written out with
-    both sides and not judged; `makers` adds to what explain knows.
+    both sides and not judged; `makers` adds to what explain knows. `unjudged` has, by name, the elements that the
+    simulation masks and the kernel does not: it masks later, or elsewhere.
     """
 
     kernel_name: str
@@ -78,6 +79,7 @@ class Traced:
     turn: str = "block"
     beside: Values = field(default_factory=dict)
     makers: Mapping[str, str] = field(default_factory=dict)
+    unjudged: Values = field(default_factory=dict)
 
 
 def arrays(named: Iterable[tuple[str, torch.Tensor]]) -> Values:

@@ -185,9 +185,10 @@ def flat_outputs(returned: Any) -> list[Any]:
 def _named(problem: Problem, returned: Any, device: torch.device, may_lack: Sequence[str]) -> Tensors:
     values, names = flat_outputs(returned), problem.outputs
     # A last output that the problem does not have, or the function may lack, may be returned as None.
-    while values and values[-1] is None:
+    fewest = len(names) - len(may_lack)
+    while len(values) > fewest and values[-1] is None:
         values.pop()
-    if len(values) == len(names) - len(may_lack):
+    if len(values) == fewest:
         names = tuple(name for name in names if name not in may_lack)
     if len(values) != len(names) or not all(isinstance(x, torch.Tensor) for x in values):
         got = ", ".join(type(x).__name__ for x in values)

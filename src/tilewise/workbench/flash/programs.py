@@ -127,7 +127,8 @@ def trace_forward(
         simulate.forward(tensors[0].double(), tensors[1].double(), tensors[2].double(), i_m, tiling, case.options)
     )
     rows = min(block_m, case.q.shape[1] - i_m)
-    kernel = crop(_in_our_units(values, simulation, case.options.scale, factor, naming.masks_scores), simulation, rows)
+    kernel = crop(_in_our_units(values, simulation, case.options.scale, factor), simulation, rows)
+    unjudged = {} if naming.masks_scores else _masked_elsewhere(kernel, simulation, rows)
     simulation, exact = (
         {name: x if name.startswith(("K_", "V_")) else x[:rows] for name, x in found.items()}
         for found in (simulation, exact)
@@ -144,7 +145,16 @@ def trace_forward(
         FORWARD_ORDER,
         lines,
         (head, i_m, rows),
+        unjudged=unjudged,
     )
+
+
+def _masked_elsewhere(kernel: Values, simulation: Values, rows: int) -> Values:
+    """Of a kernel that masks P, or another variable than S: where its scores do not count. None where it has -inf."""
+    scores = [name for name in kernel if name.startswith("S_") and name[2:].isdigit() and name in simulation]
+    if any(np.isneginf(kernel[name]).any() for name in scores):
+        return {}
+    return {name: np.isneginf(simulation[name][:rows]) for name in scores}
 
 
 def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values, Lines]:
@@ -160,7 +170,7 @@ def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str
     )
 
 
-def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float, masks: bool) -> Values:
+def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: float) -> Values:
     """Q, S and M as the simulation has them: S unscaled, M in base 2.
 
     The units are inferred from the first tile and hold for all.
@@ -172,16 +182,10 @@ def _in_our_units(values: Values, simulation: Values, scale: float, q_factor: fl
         if "M_0" in values
         else 1.0
     )
-    masks = masks or any(
-        np.isneginf(x).any() for name, x in values.items() if name.startswith("S_") and name[2:].isdigit()
-    )
     result = {}
     for name, x in values.items():
         if name.startswith("S_") and name[2:].isdigit():
             x = x / s_unit
-            if not masks and name in simulation:
-                # A kernel that masks elsewhere: its scores are judged only where they count.
-                x = np.where(np.isneginf(simulation[name]), -np.inf, x)
         result[name] = x / m_unit if name.startswith("M_") else x / q_factor if name == "Q" else x
     return result
 
