@@ -43,10 +43,10 @@ def operators_kernel(x, n, large, SIZE: tl.constexpr):
     numbers = tl.load(x + o)
     show(
         ("int32 scalar", "int64 scalar", "fp32 scalar", "pointer", "pointers", "int32", "int32 row", "int32 column",
-         "int64", "fp32", "fp32 row", "fp16", "bool", "short", "constant", "3", "-2", "2**40", "1.5", "True"),
+         "int64", "fp32", "fp32 row", "fp16", "bool", "short", "constant", "3", "-2", "2**40", "2**70", "1.5", "True"),
         (n, large, tl.load(x), x, x + o, o + 1, o[None, :] + 1, o[:, None] + 1,
          o.to(tl.int64) + large, numbers, numbers[None, :], numbers.to(tl.float16), numbers > 0, tl.arange(0, 2) + 1,
-         SIZE, 3, -2, 2**40, 1.5, True),
+         SIZE, 3, -2, 2**40, 2**70, 1.5, True),
     )  # fmt: skip
 
 

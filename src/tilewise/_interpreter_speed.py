@@ -233,7 +233,9 @@ def _speed_up_operators() -> None:
         kind, name = type(value), like.type.scalar.name
         if kind is int and name in limits:
             return numbers[name](value) if -limits[name] <= value < limits[name] else None
-        return numbers[name](value) if name == "fp32" and kind in (int, float) else None
+        if name == "fp32" and (kind is float or (kind is int and -(1 << 63) <= value < 1 << 64)):
+            return numbers[name](value)
+        return None
 
     def operator(name: str, reflected: bool, slow: Any) -> Any:
         def method(self: Any, other: Any) -> Any:

@@ -3,8 +3,9 @@
 import pytest
 
 from tilewise import workbench
+from tilewise.verify import api
 from tilewise.verify.api import DTYPES, plan
-from tilewise.verify.result import Settings
+from tilewise.verify.result import Result, Settings
 from tilewise.workbench.operator import GROWTH
 
 
@@ -61,3 +62,21 @@ def test_others_implementations_run_in_every_dtype():
     cases = planned("flash", external="mine.py:attention")
     assert cases.pop(GROWTH) == ["bf16"]
     assert all(dtypes == list(DTYPES) for dtypes in cases.values())
+
+
+def test_our_dearest_checks_go_first_and_are_reported_in_order(monkeypatch):
+    asked = []
+
+    def run_jobs(jobs):
+        asked.extend(check.case for job in jobs for check in job.checks)
+        return [[Result(check) for check in job.checks] for job in jobs]
+
+    monkeypatch.setattr(api, "run_jobs", run_jobs)
+    monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
+    cases = ["T=5", "T=40", "T=9"]
+    report = api.verify("flash", configs=cases, dtypes=["fp32"])
+    assert asked == ["T=40", "T=9", "T=5"]
+    assert [result.check.case for result in report.results] == cases
+    asked.clear()
+    api.verify("flash", "mine.py:attention", configs=cases, dtypes=["fp32"])
+    assert asked == cases

@@ -130,6 +130,42 @@ def test_raw_numbers_are_judged_where_they_tell_something():
     assert not verify("flash", wrong, configs=["T=5"], fill="range-raw").passed
 
 
+def test_where_no_output_can_be_judged_nothing_passes():
+    """Raw numbers, no LSE: what is left of o tells nothing, whatever it holds."""
+    for function in (without_lse, lambda q, k, v, **options: torch.full_like(q, torch.nan) * v.mean()):
+        (result,) = verify("flash", function, configs=["T=256,D=64"], dtypes=["fp16"], fill="range-raw").results
+        assert "unfit case" in result.statuses
+
+
+def test_what_is_unfit_is_wrong_where_it_is_not_finite():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.full_like(gradient, torch.nan)
+
+    def wrong(q, k, v, **options):
+        return without_lse(Broken.apply(q), k, v, **options)
+
+    result = judged(wrong, case="large-logits")
+    assert [c.name for c in result.comparisons if not c.passed] == ["dq"]
+
+
+def test_an_output_that_is_not_returned_again_is_found():
+    calls = []
+
+    def forgets(q, k, v, **options):
+        calls.append(1)
+        return right(q, k, v, **options) if len(calls) == 1 else without_lse(q, k, v, **options)
+
+    result = judged(forgets)
+    assert result.statuses == (UNREPEATABLE,)
+    assert "lse is not returned again" in result.findings[-1].message
+
+
 def test_modified_inputs():
     def wrong(q, k, v, **options):
         result = right(q, k, v, **options)

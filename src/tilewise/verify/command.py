@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tilewise import doctor, workbench
 from tilewise.doctor import environment
-from tilewise.verify.api import plan, planted, run_checks, score, search_failures
+from tilewise.verify.api import in_order, plan, planted, run_checks, score, search_failures
 from tilewise.verify.result import NOTE, Check, Report, Result, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import (
@@ -116,11 +116,13 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
             return result_lines(result, request.verbosity > 1)
         return [check_line(result)] if request.verbosity else []
 
-    for result in run_checks([check for _, checks in plans for check in checks]):
+    planned = [check for _, checks in plans for check in checks]
+    for result in run_checks(planned):
         report.results.append(result)
         yield lines(result)
         if request.fail_fast and not result.passed:
             return
+    report.results = in_order(report.results, planned)
     for operator, _ in plans:
         if request.search:
             report.searched[operator.name] = request.search

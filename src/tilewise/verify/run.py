@@ -188,7 +188,8 @@ class _Single:
         truth, eager = self._truth_and_eager(inputs, given)
         further = self._storage_cost(inputs, given, truth)
         misshapen = any(outputs[name].shape != truth[name].shape for name in outputs)
-        comparisons = []
+        comparisons: list[Comparison] = []
+        unfit: list[Comparison] = []
         for name, expected in truth.items():
             if name in choices or name in self._lacking or (misshapen and name not in outputs):
                 continue
@@ -206,14 +207,22 @@ class _Single:
                 other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())
             }
             one = self._compare_one(name, actual, truth, eager[name], further.get(name), others)
-            expected_unfit = self._lacking or self.check.settings.fill == "range-raw"
-            if expected_unfit and one.failure and one.failure.status == UNFIT:
-                # Raw numbers overflow, or rounding outweighs the result; and without the LSE's gradient little
-                # is left of those of saturated scores.
-                findings.append(Finding(NOT_JUDGED, f"{name}: unfit in {self.check.dtype}, not judged", NOTE))
-            else:
-                comparisons.append(one)
+            (unfit if self._is_unfit_by_design(one, actual, expected) else comparisons).append(one)
+        if not any(one.name in self.problem.outputs for one in comparisons):
+            # Then nothing was judged.
+            return (*comparisons, *unfit), tuple(findings)
+        findings += [Finding(NOT_JUDGED, f"{one.name}: unfit in {self.check.dtype}, not judged", NOTE) for one in unfit]
         return tuple(comparisons), tuple(findings)
+
+    def _is_unfit_by_design(self, one: Comparison, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Raw numbers overflow, or rounding outweighs the result; without the LSE's gradient little is left of those of
+        saturated scores. What is beyond even the limit that says nothing, or not finite, is wrong all the same.
+        """
+        by_design = bool(self._lacking) or self.check.settings.fill == "range-raw"
+        if not by_design or one.failure is None or one.failure.status != UNFIT:
+            return False
+        overflows = bool((expected[expected.isfinite()].abs() > torch.finfo(actual.dtype).max).any())
+        return overflows or one.share <= 1
 
     def _compare_one(
         self,
@@ -394,6 +403,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bool:
     """Whether the results differ by rounding at most."""
+    if first.results.keys() != second.results.keys():
+        return False
     pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
     return all(
         x is None
@@ -409,6 +420,9 @@ def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -
         return "; ".join(finding.message for finding in second.findings)
     sentences = []
     for name, x in first.results.items():
+        if name not in second.results:
+            sentences.append(f"{name} is not returned again")
+            continue
         y = second.results[name]
         if x is None or y is None or _same_bits(x, y) or name in (skip or []):
             continue

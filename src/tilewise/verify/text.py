@@ -153,7 +153,8 @@ def table_lines(results: Sequence[Result]) -> list[str]:
         found = worst_of(of_it)
         worst, where = "-", ""
         if found and found.worst:
-            worst, where = share_text(found.worst.share), f"{found.worst.name}, {found.check.case}, {found.check.dtype}"
+            worst = "-" if math.isnan(found.worst.share) else share_text(found.worst.share)
+            where = f"{found.worst.name}, {found.check.case}, {found.check.dtype}"
         checks = f"{len(of_it)}" if not failed else f"{failed} of {len(of_it)} ✗"
         rows.append(
             (operator, _cut(backends, 22), checks, worst, _cut(where, 28), f"{sum(r.seconds for r in of_it):.1f}")

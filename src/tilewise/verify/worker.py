@@ -61,27 +61,12 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
     )
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
-        # An operator's dearest first: a long one at the end would leave the other workers idle.
-        started = {i: pool.submit(slots.run, jobs[i]) for i in _by_work(jobs)}
-        for i in range(len(jobs)):
-            yield started[i].result()
+        yield from pool.map(slots.run, jobs)
     finally:
         # A connection is closed only when no thread reads it: else its file descriptor may be reused during the read.
         slots.end()
         pool.shutdown(wait=True, cancel_futures=True)
         slots.close()
-
-
-def _by_work(jobs: Sequence[Job]) -> list[int]:
-    """Operators in order; the jobs of one by how many scores they compute, interpreted kernels before others."""
-    operators = {name: i for i, name in enumerate(dict.fromkeys(job.checks[0].operator for job in jobs))}
-
-    def rank(i: int) -> tuple[int, bool, int]:
-        check, declared = jobs[i].checks[0], _suite(jobs[i].checks[0].operator)
-        problem = declared.growth if check.case == GROWTH else declared.find(check.case).problem
-        return operators[check.operator], not check.implementation.interpreted, -sum(n * n for n in problem.tokens())
-
-    return sorted(range(len(jobs)), key=rank)
 
 
 def _places_on_gpu(jobs: Sequence[Job]) -> int:

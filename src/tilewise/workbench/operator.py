@@ -44,7 +44,7 @@ def place_and_name(impl: str) -> tuple[str, str]:
             raise UsageError(f"--impl {impl}: there is no file {place}")
         try:
             compile(Path(place).read_bytes(), place, "exec")
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, OSError) as error:
             raise UsageError(f"--impl {impl}: {place} does not import: {type(error).__name__}: {error}") from None
     return place, name
 
