@@ -202,10 +202,9 @@ def words(given: argparse.Namespace) -> str:
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Measure what was asked for."""
     result = Run("cold", given.json, words(given), cores=os.cpu_count())
-    began = time.monotonic()
     for operator in given.only:
         for version, source in versions(given.compare):
-            print(f"{time.monotonic() - began:5.0f} s  {operator}, {version}", flush=True)
+            result.begin(f"{operator}, {version}")
             # A helper may still write to the cache when its parent has ended.
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 try:
@@ -216,7 +215,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 except RuntimeError as error:
                     row = {"case": operator, "version": version, "error": str(error)}
                     print(f"    failed: {error}", flush=True)
-            result.add(row, show=False)
+            result.add(row)
     result.print_table()
     return result.document
 

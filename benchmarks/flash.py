@@ -48,6 +48,12 @@ def attentions(causal: bool) -> dict[str, Callable[..., torch.Tensor]]:
     return ours | {name: through_torch(backend) for name, backend in BASELINES.items()}
 
 
+def case_name(shape: tuple[int, int, int, int], causal: bool) -> str:
+    """What a row is called."""
+    batch, tokens, heads, channels = shape
+    return f"B {batch}, T {tokens}, H {heads}, D {channels}{', causal' if causal else ''}"
+
+
 def measure(clock: Clock, shape: tuple[int, int, int, int], causal: bool) -> list[dict[str, object]]:
     """Median milliseconds of each implementation, the implementations taking turns."""
     batch, tokens, heads, channels = shape
@@ -72,7 +78,7 @@ def measure(clock: Clock, shape: tuple[int, int, int, int], causal: bool) -> lis
     for direction, functions in calls.items():
         medians = {name: times.median for name, times in take_turns(clock, functions).items()}
         row: dict[str, object] = {
-            "case": f"B {batch}, T {tokens}, H {heads}, D {channels}{', causal' if causal else ''}",
+            "case": case_name(shape, causal),
             "batch": batch,
             "tokens": tokens,
             "heads": heads,
@@ -111,8 +117,10 @@ def main() -> None:
     clock = Clock(torch.device("cuda"))
     for shape in SHAPES:
         for causal in (False, True):
+            run.begin(case_name(shape, causal))
             for row in measure(clock, shape, causal):
                 run.add(row)
+    run.begin("launch overhead")
     run.add({"case": "launch overhead of one small forward", "microseconds": launch_overhead()})
     run.print_table()
 

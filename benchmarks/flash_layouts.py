@@ -107,6 +107,7 @@ def main() -> None:
         *(([tokens] * batch, None) for batch, tokens in BATCHES),
     ]
     for (of, others), (heads, channels), causal in itertools.product(layouts, WIDTHS, (False, True)):
+        run.begin(f"{len(of)} sequences of {sum(of)} tokens, H {heads}, D {channels}{', causal' if causal else ''}")
         for row in measure(clock, of, others, heads, channels, causal):
             run.add(row)
     run.print_table()

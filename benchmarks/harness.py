@@ -6,6 +6,7 @@ Times are taken by tilewise.bench.timing, documents are those of tilewise.bench.
 import argparse
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,15 @@ class Run:
 
         command = f"python benchmarks/{benchmark}.py {words}".strip()
         self.document = script_document(benchmark, command, {**current(), **(environment or {})}, about)
-        self._path = path
+        self._path, self._began = path, time.monotonic()
 
-    def add(self, row: dict[str, Any], show: bool = True) -> None:
-        """One more row, on the screen too."""
+    def begin(self, what: str) -> None:
+        """Say what is measured next, and how long it has taken so far: some of it compiles for minutes."""
+        print(f"{time.monotonic() - self._began:5.0f} s  {what}", flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more row."""
         self.document["rows"].append(row)
-        if show:
-            print(", ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
         self.save()
 
     def save(self) -> None:

@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -270,12 +269,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     wanted = [case for case in cases().values() if case.topic in given.only]
     started = sessions(given.compare)
     result = Run("host", given.json, words(given))
-    began = time.monotonic()
     for number, case in enumerate(wanted, 1):
-        print(f"[{number}/{len(wanted)}] {time.monotonic() - began:5.0f} s  {case.name}", flush=True)
+        result.begin(f"{case.name} ({number} of {len(wanted)})")
         calls = given.calls or case.calls
         row = measure(case, started, calls, rounds_of(case, calls, given.rounds))
-        result.add(row, show=False)
+        result.add(row)
         for version, error in row.get("errors", {}).items():
             print(f"    {version} failed: {error}", flush=True)
     for session in started.values():

@@ -195,9 +195,11 @@ def main() -> None:
     clock = Clock(torch.device("cuda"))
     for shape in DENSE:
         for jagged in (False, True):
+            run.begin(f"dense, {'jagged' if jagged else 'full'}, {shape}")
             run.add(dense_row(clock, shape, jagged))
             torch.cuda.empty_cache()
     for shape in SPARSE:
+        run.begin(f"block-sparse, {shape}")
         run.add(sparse_row(clock, shape))
         torch.cuda.empty_cache()
     run.print_table()

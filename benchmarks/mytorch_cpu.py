@@ -201,13 +201,17 @@ def main(
     """Print the figures, and save them as JSON on request."""
     mytorch.set_num_threads(threads)
     torch.set_num_threads(threads)
+    print("training step of a CNN", flush=True)
     training = cnn(rounds)
     # numba chooses its threading layer when it first runs something in parallel.
     run = Run("mytorch_cpu", json_file, f"--threads {threads} --rounds {rounds}", environment(threads))
     run.add(training)
+    run.begin("start-up")
     run.add(start_up())
+    run.begin("attention")
     for row in attention(max(3, rounds // 10)):
         run.add(row)
+    run.begin("memory")
     run.add(memory())
     run.print_table()
 

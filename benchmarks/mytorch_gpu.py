@@ -98,8 +98,10 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="where to
     """Print the figures, and save them as JSON on request."""
     need_gpu()
     run = Run("mytorch_gpu", json_file)
+    run.begin("training step of a CNN")
     run.add(cnn())
     for shape in ATTENTION:
+        run.begin(f"attention, {shape}")
         run.add(attention(shape))
     run.print_table()
 

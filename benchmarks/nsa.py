@@ -205,13 +205,16 @@ def main() -> None:
     clock = Clock(torch.device("cuda"))
     whole = []
     for tokens in LENGTHS:
+        run.begin(f"whole, T {tokens}")
         whole.append(whole_row(clock, tokens))
         run.add(whole[-1])
         torch.cuda.empty_cache()
     for tokens, heads, key_heads, kinds in SELECTED:
         for kind in kinds:
+            run.begin(f"selected, T {tokens}, {heads} and {key_heads} heads, {kind}")
             run.add(selected_row(clock, tokens, heads, key_heads, kind))
             torch.cuda.empty_cache()
+    run.begin("parts")
     run.add(parts_row(clock, LENGTHS[-1]))
     beats = {direction: overtakes(whole, direction) for direction in ("forward", "backward")}
     run.document["about"]["beats_dense_from"] = beats

@@ -1,6 +1,7 @@
 """The scripts that time whole operators, at their shortest and on the CPU; and the documents that were saved before."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -67,7 +68,10 @@ def run(script, monkeypatch, tmp_path, capsys):
     name = Path(script.__file__).stem
     assert (document["benchmark"], document["command"]) == (name, f"python benchmarks/{name}.py")
     assert document["environment"]["torch"] in torch.__version__
-    assert capsys.readouterr().out.endswith(table.table(path) + "\n")
+    printed = capsys.readouterr().out
+    assert printed.endswith(table.table(path) + "\n")
+    # What is measured is said before it is, not after.
+    assert re.match(r" +0 s  \w", printed)
     return document
 
 
