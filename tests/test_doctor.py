@@ -1,12 +1,12 @@
 """`tilewise doctor` finds what is there, and says what to do."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import stat
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_this_machine_is_healthy_and_every_note_has_advice():
 
 
 def test_an_old_version_is_a_problem(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.5.1" if package == "triton" else "2.10.0+cpu")
+    monkeypatch.setattr(doctor, "version_of", lambda package: "3.5.1" if package == "triton" else "2.10.0+cpu")
     assert find("torch").level == "ok"
     finding = find("triton")
     assert finding.level == "problem"
@@ -306,12 +306,21 @@ def test_a_missing_package_says_what_lacks_without_it(monkeypatch, missing, advi
     assert (finding.found, finding.level, finding.advice) == ("not installed", "note", advice)
 
 
-def test_a_package_without_metadata_is_no_error(monkeypatch):
-    def unknown(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", unknown)
-    assert next(iter(doctor_machine.packages())).found == "of no known version"
+def test_the_version_is_that_of_the_package_which_an_import_brings(monkeypatch, tmp_path):
+    """Not that of one behind it in the path, whose metadata `importlib.metadata.version` finds."""
+    for folder, text in (("installed", ""), ("copied", "__version__ = '2.0'\n"), ("nameless", "")):
+        package = tmp_path / folder / "in_two_places"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(text)
+    metadata = tmp_path / "installed" / "in_two_places-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: in_two_places\nVersion: 1.0\n")
+    versions = []
+    for folder in ("installed", "copied", "nameless"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        versions.append(doctor_machine.version_of("in_two_places"))
+        sys.modules.pop("in_two_places", None)
+    assert versions == ["1.0", "2.0", "of no known version"]
 
 
 def test_variables_that_change_results_are_said_and_paths_are_not_repeated(monkeypatch):

@@ -2,6 +2,7 @@
 their current state by nvidia-smi, and what torch and Triton bring for them; and how a finding is written down.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -30,11 +31,14 @@ class Finding:
 
 
 def version_of(package: str) -> str:
-    """The version of an importable package; one that was only copied next to others has none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of no known version"
+    """The version of the package that an import brings: one that was copied before an installed one in the path has
+    metadata of its own or none, and is asked itself.
+    """
+    spec = importlib.util.find_spec(package)
+    beside = [str(Path(spec.origin).parent.parent)] if spec and spec.origin else []
+    for found in importlib.metadata.distributions(name=package, path=beside):
+        return found.version
+    return getattr(importlib.import_module(package), "__version__", "of no known version")
 
 
 # What is missing without a package, and what installs it from the repository.

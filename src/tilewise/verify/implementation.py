@@ -57,9 +57,8 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
             **case.problem.options(),
             **accepted(function, case.problem.returning),
         }
-        parameters = signature.parameters
-        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        missing = [] if any_name else [argument for argument in arguments if argument not in parameters]
+        taken = accepted(function, arguments)
+        missing = [argument for argument in arguments if argument not in taken]
         for argument in missing:
             lacking.setdefault(argument, []).append(case.name)
         if not missing:

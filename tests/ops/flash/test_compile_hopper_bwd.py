@@ -24,11 +24,6 @@ SPILLED = {
 }
 
 
-# Sweeps keep more in memory since arguments are records: 236, 228 and 392 bytes. The bounds stay what they were.
-SPILLING_MORE = ("sweeps", "window", "all")
-MORE = pytest.mark.xfail(strict=True, reason="sweeps spill more than they did: to be brought back below the bounds")
-
-
 def most_spilled(channels: int, values: int, variant: str) -> int:
     """Bytes that a thread may spill."""
     if min(channels, values) > 64:
@@ -57,8 +52,7 @@ def test_causal(channels):
 @pytest.mark.parametrize(
     ("variant", "order"),
     [
-        *((variant, "fixed") for variant in SPILLED if variant not in SPILLING_MORE),
-        *(pytest.param(variant, "fixed", marks=MORE) for variant in SPILLING_MORE),
+        *((variant, "fixed") for variant in SPILLED),
         *((variant, "opened") for variant in ("plain", "softcap")),
         *((variant, "cleared") for variant in ("causal", "groups", "packed")),
     ],

@@ -91,7 +91,7 @@ from tilewise.ops._device.hopper.semaphore import (
 from tilewise.ops._device.records import Limits
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
-SIZES = ("n_batch", "n_heads_k", "n_queries", "n_keys", "together", "left", "right")
+SIZES = ("n_batch", "n_slots_q", "n_queries", "n_keys", "together", "left", "right")
 
 
 class BackwardTile(NamedTuple):
@@ -226,7 +226,7 @@ def tile_slots(n_tokens, n_batch, BLOCK: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, workspace, offsets, n_batch, n_heads_k, group, n_queries, n_keys, together,
+    q, k, v, do, dk, dv, lse_log2, delta, workspace, offsets, n_batch, n_slots_q, group, n_queries, n_keys, together,
     left, right, scales, TILE: gl.constexpr,
 ):  # fmt: skip
     # Grid: one CTA per SM, or one per block where those are fewer.
@@ -239,8 +239,10 @@ def flash_bwd_hopper_kernel(
     # Block 0 zeroes every accumulator, of one query head.
     gl.static_assert(not TILE.ZEROES_LAZILY or not (TILE.ORDERED or left is not None or TILE.GROUPED))
     HALF_N: gl.constexpr = TILE.BLOCK_N // 2
-    n_slots_q = tile_slots(n_queries, n_batch, TILE.BLOCK_M, TILE.PACKED)
+    # n_slots_q comes from the host: computed here, half of it would be hoisted out of all partitions, and held in a
+    # register of the warpgroups, which have none to spare.
     n_slots_k = tile_slots(n_keys, n_batch, TILE.BLOCK_N, TILE.PACKED)
+    n_heads_k = k.shape[-3]
     sizes = BlockSizes(n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys, together)
     limits = Limits(left, right)
     q_tiles = allocate_tiles(q, TILE.STAGES)

@@ -264,7 +264,7 @@ def backward_launches(
         "delta": _statistics(delta, block_m),
         "workspace": Workspace(acc_dq, semaphores, counter),
         "offsets": Offsets(inputs.cu_q, inputs.cu_k),
-        "n_heads_k": k.shape[-2],
+        "n_slots_q": slots_q,
         "group": inputs.group,
         "together": together if inputs.right is not None else together // 2,
         "scales": Scales(
