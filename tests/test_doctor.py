@@ -399,6 +399,8 @@ def test_the_environment_of_a_gpu(gpu, smi, monkeypatch):
     assert found["clocks"] == "1980 of 1980 MHz, memory 3201 MHz"
     assert found["power"] == "120.5 of 700.00 W"
     assert (found["CUDA"], found["cuDNN"]) == ("12.8", "91002")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"4.0 of {name}")
+    assert environment()["flash-attn-4"] == "4.0 of flash-attn-4"
     # Of several GPUs nobody knows here which one nvidia-smi calls the first.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "clocks" not in environment()

@@ -303,7 +303,7 @@ def test_flex_attention_computes_the_same(text):
     [
         (["nsa-attend"], "there is no benchmark of 'nsa-attend': it launches the kernels of nsa-selected"),
         (["flush"], "there is no operator 'flush'"),
-        (["flash", "--baseline", "fa9"], "flash has no baseline 'fa9': expected some of cudnn, fa2, sdpa, flex, torch"),
+        (["flash", "--baseline", "fa9"], "flash has no baseline 'fa9': expected some of cudnn, fa2, flash-attn-4"),
         (["flash", "--mode", "sideways"], "--mode sideways: expected some of fwd,bwd,fwd+bwd"),
         (["flash", "--dtype", "fp8"], "there is no dtype 'fp8': expected one of fp32, fp16, bf16"),
         (["flash", "--config", "smal"], "or one of the benchmark's own: causal-128-512"),

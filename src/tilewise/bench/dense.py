@@ -1,12 +1,17 @@
-"""Dense attention as torch offers it: cuDNN, FlashAttention-2, its choice of fused kernels, FlexAttention.
+"""Dense attention as torch offers it: cuDNN, FlashAttention-2, its choice of fused kernels, FlexAttention; and
+FlashAttention-4 where it is installed.
 
 Counts the work: pairs of a query and a key that a mask keeps, and the FLOPs and bytes that follow.
 """
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -224,6 +229,49 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Cal
     return Call(run, leaves, lay_out, window_pairs(q, k, dense.lengths, dense.left, dense.right))
 
 
+def flash_attn_4() -> ModuleType:
+    """FlashAttention-4, imported once it is wanted: its DSL takes seconds to import."""
+    try:
+        found = importlib.util.find_spec("flash_attn.cute")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise CannotRunError("FlashAttention-4 is not installed: pip install --pre flash-attn-4")
+    return importlib.import_module("flash_attn.cute")
+
+
+def fa4(deterministic: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
+    """FlashAttention-4 in tilewise's own layout, `deterministic` with dQ summed in a fixed order.
+
+    Limits of a GPU's architecture it reports itself when it is first called.
+    """
+    module = flash_attn_4()
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise CannotRunError("FlashAttention-4 takes fp16 and bf16 only")
+    if any(x.shape[-1] % 8 for x in (q, v)):
+        raise CannotRunError("FlashAttention-4 takes multiples of 8 channels only")
+    leaves = [as_leaf(x) for x in (q, k, v)]
+    options: dict[str, Any] = {
+        "softmax_scale": dense.scale,
+        "causal": dense.right == 0,
+        "window_size": tuple(None if limit < 0 else limit for limit in (dense.left, dense.right)),
+        "softcap": dense.softcap,
+        "deterministic": deterministic,
+    }
+    attend = module.flash_attn_func
+    if dense.lengths:
+        attend = module.flash_attn_varlen_func
+        for name, lengths in (("q", dense.lengths), ("k", dense.lengths_k or dense.lengths)):
+            starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=q.device)
+            options |= {f"cu_seqlens_{name}": starts, f"max_seqlen_{name}": max(lengths)}
+
+    def run() -> tuple[torch.Tensor]:
+        return (attend(*leaves, **options)[0],)
+
+    pairs = window_pairs(q, k, dense.lengths, dense.left, dense.right, dense.lengths_k)
+    return Call(run, leaves, pairs=pairs)
+
+
 Builder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Dense], Call]
 _KINDS: dict[str, tuple[str, Builder, tuple[str, ...]]] = {
     "cudnn": (
@@ -232,10 +280,16 @@ _KINDS: dict[str, tuple[str, Builder, tuple[str, ...]]] = {
         ("cuda",),
     ),
     "fa2": ("FlashAttention-2, through torch", functools.partial(fused, SDPBackend.FLASH_ATTENTION), ("cuda",)),
+    "flash-attn-4": ("FlashAttention-4", functools.partial(fa4, False), ("cuda",)),
+    "flash-attn-4-fixed": (
+        "FlashAttention-4, its backward in a fixed order",
+        functools.partial(fa4, True),
+        ("cuda",),
+    ),
     "sdpa": ("scaled_dot_product_attention, torch's own choice of kernel", functools.partial(fused, None), ("cpu",)),
     "flex": ("FlexAttention, compiled", flex, ("cuda",)),
 }
-NEEDS_GPU = ("cudnn", "fa2")
+NEEDS_GPU = ("cudnn", "fa2", "flash-attn-4", "flash-attn-4-fixed")
 
 
 def baselines(describe: Callable[[Problem], Dense], dense: bool) -> tuple[Baseline, ...]:

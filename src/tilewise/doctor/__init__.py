@@ -4,7 +4,9 @@ Also which families of kernels run here, and why the others do not; what a resul
 `tilewise doctor --report`: one block of text for a bug report, without paths.
 """
 
+import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -332,7 +334,7 @@ def without_paths(text: str) -> str:
 def environment() -> dict[str, str]:
     """By name, for reports.
 
-    On a GPU also CUDA, cuDNN, the driver and the current clocks, as far as nvidia-smi reports them.
+    On a GPU also CUDA, cuDNN, FlashAttention-4, the driver and the current clocks, as far as nvidia-smi reports them.
     """
     import torch
 
@@ -349,6 +351,8 @@ def environment() -> dict[str, str]:
         found["CUDA"] = str(torch.version.cuda)
         if torch.backends.cudnn.is_available():
             found["cuDNN"] = str(torch.backends.cudnn.version())
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["flash-attn-4"] = importlib.metadata.version("flash-attn-4")
         states = reported_states()
         # With CUDA_VISIBLE_DEVICES torch's numbering differs from nvidia-smi's, which shows all GPUs.
         if len(states) == torch.cuda.device_count():
