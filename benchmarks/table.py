@@ -10,23 +10,32 @@ from typing import Any
 
 # No call may get slower by more than this.
 SLOWER = 1.03
+# What flash attention is timed against, as its table calls it.
+PEERS = {"cudnn": "cuDNN", "fa2": "FA-2", "flash-attn-4": "FA-4", "flash-attn-4-fixed": "FA-4 in fixed order"}
 UNITS = ("milliseconds", "graph_milliseconds", "microseconds", "seconds", "mebibytes")
 
 
-def figures(row: dict[str, Any]) -> str:
+def figures(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
     """TFLOP/s and the ratios of one direction: none to what does not take the shape."""
-    ratios = [f"{row['ratio'][baseline]:.2f}" if baseline in row["ratio"] else "-" for baseline in ("cudnn", "fa2")]
-    return " | ".join([f"{row['tflops']['tilewise']:.0f}", *ratios])
+    return [f"{row['tflops']['tilewise']:.0f}", *(_number(row["ratio"].get(name), 2) for name in peers)]
 
 
 def flash_lines(document: Mapping[str, Any]) -> list[str]:
-    """A row a shape and mask: TFLOP/s forward and backward, each with its ratio to cuDNN and to FlashAttention-2."""
+    """A row a shape and mask: TFLOP/s forward and backward, each with its ratio to everything else that was timed."""
     rows = [row for row in document["rows"] if "direction" in row]
-    columns = ["bf16"] + [f"{name} TFLOP/s | × cuDNN | × FA-2" for name in ("forward", "backward")]
-    found = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
-    for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-        found.append(f"| {forward['case']} | {figures(forward)} | {figures(backward)} |")
-    return found
+    directions = {"forward": rows[::2], "backward": rows[1::2]}
+    peers = {
+        direction: [name for name in PEERS if any(name in row["ratio"] for row in found)]
+        for direction, found in directions.items()
+    }
+    columns = ["bf16"]
+    for direction, names in peers.items():
+        columns += [f"{direction} TFLOP/s", *(f"× {PEERS[name]}" for name in names)]
+    cells = [
+        [forward["case"], *figures(forward, peers["forward"]), *figures(backward, peers["backward"])]
+        for forward, backward in zip(*directions.values(), strict=True)
+    ]
+    return markdown(columns, cells)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import flash
 import flash_layouts
@@ -12,6 +14,7 @@ import hstu
 import pytest
 import table
 import torch
+from fake_flash_attn import fake_flash_attn, no_flash_attn  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
 from tilewise.bench.result import load
@@ -75,7 +78,7 @@ def run(script, monkeypatch, tmp_path, capsys):
     return document
 
 
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("on_the_cpu", "no_flash_attn")
 def test_flash(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(flash, "SHAPES", ((1, 64, 2, 32),))
     *rows, overhead = run(flash, monkeypatch, tmp_path, capsys)["rows"]
@@ -83,7 +86,27 @@ def test_flash(monkeypatch, tmp_path, capsys):
         (f"B 1, T 64, H 2, D 32{mask}", direction) for mask in ("", ", causal") for direction in ("forward", "backward")
     ]
     assert {name for row in rows for name in row["milliseconds"]} >= {"tilewise", "tilewise free"}
+    assert not any("flash-attn-4" in row["ratio"] for row in rows)
     assert overhead["microseconds"] == {"inference": 1.3, "training": 1.3}
+
+
+@pytest.mark.usefixtures("on_the_cpu", "fake_flash_attn")
+def test_flash_beside_flash_attention_4(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(flash, "SHAPES", ((1, 64, 2, 32),))
+    monkeypatch.setattr(flash, "take_turns", lambda _, calls: {name: SimpleNamespace(median=1.0) for name in calls})
+    document = run(flash, monkeypatch, tmp_path, capsys)
+    forward, backward = document["rows"][:2]
+    assert [name for name in forward["ratio"] if "-4" in name] == ["flash-attn-4"]
+    assert [name for name in backward["ratio"] if "-4" in name] == ["flash-attn-4", "flash-attn-4-fixed"]
+    calls = sys.modules["flash_attn.cute"].calls
+    assert {call["shape"] for call in calls} == {(1, 64, 2, 32)}
+    assert {(call["causal"], call["deterministic"]) for call in calls} == {
+        (causal, fixed) for causal in (False, True) for fixed in (False, True)
+    }
+    header = table.flash_lines(document)[0]
+    assert re.search(
+        r"forward TFLOP/s .*\| × FA-4 \| backward TFLOP/s .*\| × FA-4 \| × FA-4 in fixed order \|$", header
+    )
 
 
 @pytest.mark.usefixtures("on_the_cpu")
