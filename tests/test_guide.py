@@ -25,11 +25,10 @@ def guide():
 
 @pytest.fixture(scope="session")
 def built(guide, tmp_path_factory):
-    """Copies of src and docs/api.md with the operator in them."""
+    """Copies of src and docs/api with the operator in them."""
     root = tmp_path_factory.mktemp("guide")
     shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    (root / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "api.md", root / "docs")
+    shutil.copytree(ROOT / "docs" / "api", root / "docs" / "api")
     for name, source in FILE.findall(guide):
         assert not (root / name).exists(), name
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def test_it_is_as_this_project_is(built):
     for command in (("check",), ("format", "--check")):
         code, said = run(built, "ruff", *command, "--config", str(ROOT / "pyproject.toml"), *new)
         assert code == 0, said
-    assert "::: tilewise.swiglu\n" in (built / "docs" / "api.md").read_text()
+    assert "::: tilewise.swiglu\n" in (built / "docs" / "api" / "tilewise.md").read_text()
 
 
 @pytest.mark.parametrize(

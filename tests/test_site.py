@@ -99,13 +99,25 @@ def test_every_link_leads_to_a_file_and_a_place_in_it(site):
 
 
 @pytest.mark.slow
+def test_what_a_function_returns_is_one_item(site):
+    """However many lines of the docstring say it."""
+    lists = [
+        found
+        for path in (site / "api").glob("*.html")
+        for found in re.findall(r"Returns:</span></p>\s*<ul>(.*?)</ul>", path.read_text(encoding="utf-8"), flags=re.S)
+    ]
+    assert len(lists) > 10
+    assert [found for found in lists if found.count("<li") != 1] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),
     [
         ("index.md", "\n[nowhere](nowhere.md)\n", "nowhere.md"),
         ("index.md", "\n[nowhere](flash.md#nowhere)\n", "flash.md#nowhere"),
         ("lost.md", "# Lost\n", "- lost.md"),
-        ("api.md", "\n::: tilewise.nowhere\n", "tilewise.nowhere"),
+        ("api/tilewise.md", "\n::: tilewise.nowhere\n", "tilewise.nowhere"),
     ],
     ids=["link", "anchor", "page", "name"],
 )
@@ -132,11 +144,11 @@ def test_the_search_works_from_the_disk(site, browser):
     box = page.get_by_role("textbox", name="Search")
     box.click()
     box.press_sequentially("softcap")
-    found = page.locator('.md-search-result__link[href*="api.html"]').first
+    found = page.locator('.md-search-result__link[href*="api/tilewise.html"]').first
     found.wait_for()
     assert "flash_attention" in page.locator(".md-search-result__list").inner_text()
     found.click()
-    page.wait_for_url("**/api.html*")
+    page.wait_for_url("**/api/tilewise.html*")
     assert said == []
     assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []
     page.close()
