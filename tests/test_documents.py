@@ -118,6 +118,20 @@ def test_pages_render_as_they_are_meant(path):
     assert all(len(words) > 40 for words in re.findall(r"!\[([^\]]*)\]", text))
 
 
+def test_the_site_opens_as_the_readme_does():
+    """The same sentences of what it is, commands, excerpt, rows of speed, and picture, in that order."""
+    start = "Attention kernels people can trust"
+    readme, index = (read(name)[read(name).index(start) :] for name in ("README.md", "docs/index.md"))
+    picture = r"^!\[.*\]\((?:docs/)?(pictures/\S+)\)$"
+    firsts = [text[: re.search(picture, text, flags=re.M).end()] for text in (readme, index)]
+
+    def shared(text):
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        return text.split("\n\n")[0], BLOCK.findall(text), table, re.findall(picture, text, flags=re.M)
+
+    assert shared(firsts[0]) == shared(firsts[1])
+
+
 def test_the_first_call_prints_what_the_page_shows():
     (code, shown) = (text for kind, text in BLOCK.findall(read("docs/index.md")) if kind in ("python", "text"))
     out = io.StringIO()
