@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
         language = LANGUAGES.get(Path(path).suffix, "text")
         content = (
             "---\nsearch:\n  exclude: true\n---\n\n#"
-            f" `{path}`\n\n````{language}\n{(ROOT / path).read_text(encoding='utf-8')}\n````\n"
+            f" `{path}`\n\n````{{.{language} .file}}\n{(ROOT / path).read_text(encoding='utf-8')}\n````\n"
         )
         files.append(File.generated(config, page_of(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files

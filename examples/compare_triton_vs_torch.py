@@ -47,8 +47,8 @@ class Recorded:
 def statistics(comparison: Comparison) -> str:
     c = comparison
     return (
-        f"max abs error {c.max_diff:.2e}   mean abs error {c.mean_diff:.2e}   mean relative error {c.mean_rel_diff:.2e}"
-        f"   allowed {c.allowed:.2e}   {verdict(c.passed)}"
+        f"max abs error {c.max_diff:.2e}  mean abs error {c.mean_diff:.2e}  mean relative error {c.mean_rel_diff:.2e}"
+        f"  allowed {c.allowed:.2e}  {verdict(c.passed)}"
     )
 
 
@@ -66,9 +66,7 @@ def compare_indices(actual: torch.Tensor, arguments: dict[str, Any], passed: boo
         _, expected = tilewise.block_sparse_attn(**arguments, backend="reference")
     c = compare_tensors(actual, expected, verbose=False)
     differing = f"{int((actual != expected).sum())} of {expected.numel()} differ"
-    return (
-        f"max abs error {c.max_diff:.2e}   mean abs error {c.mean_diff:.2e}   {differing}   by score: {verdict(passed)}"
-    )
+    return f"max abs error {c.max_diff:.2e}  mean abs error {c.mean_diff:.2e}  {differing}  by score: {verdict(passed)}"
 
 
 def compare_case(operator: str, case: str, dtype: str, seed: int, rtol: float | None, atol: float | None) -> bool:

@@ -132,6 +132,13 @@ def test_the_site_opens_as_the_readme_does():
     assert shared(firsts[0]) == shared(firsts[1])
 
 
+def test_code_fits_the_sites_column():
+    """At most 120 characters, as docs/stylesheets/wide.css counts on."""
+    for path in PAGES:
+        for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+            assert [line for line in code.splitlines() if len(line) > 120] == [], path
+
+
 def test_the_first_call_prints_what_the_page_shows():
     (code, shown) = (text for kind, text in BLOCK.findall(read("docs/index.md")) if kind in ("python", "text"))
     out = io.StringIO()

@@ -111,6 +111,19 @@ def test_what_a_function_returns_is_one_item(site):
 
 
 @pytest.mark.slow
+def test_pages_fit_their_window(site, browser):
+    """At 1,280 pixels no code scrolls sideways; on a phone it may, the page itself never does."""
+    wide = "[...document.querySelectorAll('article pre > code')].filter(x => x.scrollWidth > x.clientWidth + 1).length"
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+            assert width < 1280 or page.evaluate(wide) == 0, path
+        page.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),
     [
