@@ -1,6 +1,6 @@
 """Prints a saved result as the table that a page shows: python benchmarks/table.py benchmarks/results/flash-h200.json
 
-It takes what the scripts here and `tilewise bench` save.
+It takes what the scripts here and `tilewise bench` save. With --readme, the README's short table of flash attention.
 """
 
 import sys
@@ -11,7 +11,14 @@ from typing import Any
 # No call may get slower by more than this.
 SLOWER = 1.03
 # What flash attention is timed against, as its table calls it.
-PEERS = {"cudnn": "cuDNN", "fa2": "FA-2", "flash-attn-4": "FA-4", "flash-attn-4-fixed": "FA-4 in fixed order"}
+PEERS = {"cudnn": "cuDNN", "fa2": "FA-2", "flash-attn-4": "FA-4", "flash-attn-4-fixed": "FA-4 fixed"}
+README_CASES = (
+    "B 8, T 2048, H 16, D 128",
+    "B 1, T 16384, H 16, D 128, causal",
+    "B 8, T 2048, H 32, D 64, causal",
+    "B 4, T 4096, H 16, D 192",
+)
+README_COLUMNS = {"tilewise": "tilewise", "cudnn": "cuDNN", "flash-attn-4": "FlashAttention-4"}
 UNITS = ("milliseconds", "graph_milliseconds", "microseconds", "seconds", "mebibytes")
 
 
@@ -36,6 +43,19 @@ def flash_lines(document: Mapping[str, Any]) -> list[str]:
         for forward, backward in zip(*directions.values(), strict=True)
     ]
     return markdown(columns, cells)
+
+
+def readme_lines(document: Mapping[str, Any]) -> list[str]:
+    """The cases of README_CASES: TFLOP/s of each, forward / backward (backward in a fixed order)."""
+    found: dict[tuple[str, str], dict[str, float]] = {
+        (row["case"], row["direction"]): row["tflops"] for row in document["rows"] if "direction" in row
+    }
+    cells = []
+    for case in README_CASES:
+        forward, backward = found[case, "forward"], found[case, "backward"]
+        line = [f"{_number(forward.get(name), 0)} / {_number(backward.get(name), 0)}" for name in README_COLUMNS]
+        cells.append([case, *line[:-1], f"{line[-1]} ({_number(backward.get('flash-attn-4-fixed'), 0)})"])
+    return markdown(["bf16, TFLOP/s", *README_COLUMNS.values()], cells)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -200,4 +220,9 @@ def table(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    if "--readme" in sys.argv:
+        from tilewise.bench.result import load
+
+        print("\n".join(readme_lines(load(Path(sys.argv[1])))))
+    else:
+        print(table(Path(sys.argv[1])))
