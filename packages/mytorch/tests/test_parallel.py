@@ -11,6 +11,7 @@ import mytorch
 from mytorch import Tensor
 from mytorch.backends import parallel, serial
 from mytorch.backends.base import UNARY
+from mytorch.backends.loops import compiled, functions
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -244,6 +245,8 @@ ATTENTION = [
     (130, 70, 2, 1, 8, 17),
     (1, 65, 3, 3, 1, 3),
     (33, 64, 1, 1, 16, 16),
+    # Several tiles of keys in one chunk.
+    (66, 200, 8, 8, 3, 3),
 ]
 
 
@@ -264,12 +267,38 @@ def test_attention(monkeypatch, dtype, threads, causal):
         same(monkeypatch, "attention_grad", dtype, grad, q, k, v, output, lse, causal, 0.4)
 
 
+@each_dtype
+def test_powers_of_two_of_all_sizes(dtype):
+    """As softmax takes them: NaN stays, and what a number cannot hold with all its digits is 0 or infinite."""
+    most = np.finfo(dtype).maxexp
+    x = np.concatenate(
+        [np.linspace(2 - most, most - 0.5, 1001), [np.nan, np.inf, -np.inf, most, 1e30, 1 - most, -1e30]]
+    )
+    x = x.astype(dtype)
+
+    @compiled.private
+    def fill(x, out):
+        for i in range(len(x)):
+            out[i] = functions.exp2(x[i])
+
+    @numba.njit
+    def run(x, out):
+        fill(x, out)
+
+    found = np.empty_like(x)
+    run(x, found)
+    with np.errstate(over="ignore"):
+        expected = np.where(x < 2 - most, 0, np.exp2(x.astype(np.longdouble)).astype(dtype))
+    np.testing.assert_allclose(found, expected, rtol=2 * np.finfo(dtype).eps)
+
+
 def test_attention_keeps_nan_to_its_rows(monkeypatch):
     q, k, v = normal(1, 40, 2, 4), normal(1, 70, 2, 4, seed=1), normal(1, 70, 2, 4, seed=2)
     q[0, 3, 0, 1], k[0, 60, 1, 0] = np.nan, 1e30
     same(monkeypatch, "attention", "float32", q, k, v, True, 0.5)
 
 
+@pytest.mark.slow
 @each_dtype
 @each_count
 def test_optimisers(monkeypatch, dtype, threads):

@@ -77,11 +77,6 @@ def in_rows(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
 
-def heads_first(x: Array) -> Array:
-    """`[B, T, H, D]` as `[B, H, T, D]` in C order: rows far apart would share few cache sets."""
-    return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
-
-
 def places(channels: int, size: Shape, plane: Shape, step: Pair = (1, 1)) -> Array:
     """Offsets of `[channels, *size]` in planes of a size, a step apart."""
     c, i, j = np.ogrid[:channels, : size[0], : size[1]]
@@ -303,7 +298,7 @@ class ParallelBackend(SerialBackend):
             np.empty((*q.shape[:3], v.shape[3]), q.dtype),
             np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype),
         )
-        attention.forward(*map(heads_first, (q, k, v)), causal, scale, self._threads, out, lse)
+        attention.forward(*map(np.ascontiguousarray, (q, k, v)), causal, scale, self._threads, out, lse)
         return out, lse
 
     def attention_grad(
@@ -312,10 +307,23 @@ class ParallelBackend(SerialBackend):
         if not suits(1, grad, q, k, v, output, lse) or q.size * k.shape[1] < PRODUCTS:
             return super().attention_grad(grad, q, k, v, output, lse, causal, scale)
         delta = np.einsum("bthd,bthd->bht", grad, output, order="C")
-        given = (*map(heads_first, (grad, q, k, v)), np.ascontiguousarray(lse), delta, causal, scale, self._threads)
         dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v))
-        attention_grad.by_queries(*given, dq)
-        attention_grad.by_keys(*given, dk, dv)
+        tokens, channels = (
+            -(-n // whole) * whole for n, whole in ((q.shape[1], attention.TOKENS), (q.shape[3], lanes(q.dtype)))
+        )
+        added = np.empty((attention_grad.chunks(k, PARTS), len(q), q.shape[2], tokens, channels), q.dtype)
+        attention_grad.backward(
+            *map(np.ascontiguousarray, (grad, q, k, v)),
+            np.where(np.isfinite(lse), lse, 0) * lse.dtype.type(attention.LOG2_E),
+            delta,
+            causal,
+            scale,
+            self._threads,
+            added,
+            dk,
+            dv,
+        )
+        attention_grad.add_up(added, scale, dq)
         return dq, dk, dv
 
     def sgd_(

@@ -12,7 +12,7 @@ from numba.extending import intrinsic, overload
 # Reordering would undo the reduction of exp's argument, which takes two steps to be exact; a loop with a call in it is
 # not vectorised.
 _OPTIONS = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
-_exact = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
+exact = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 
 _LOG2_E = np.float32(math.log2(math.e))
 # The first has so few digits that its product with a small whole number is exact.
@@ -36,6 +36,42 @@ def _power_of_two(typing, exponent):
     return types.float32(types.int32), generate
 
 
+def emit_exp2(builder, x):
+    """Instructions for 2 ** x, a number or a vector of them: half of what exp takes."""
+    element = getattr(x.type, "element", x.type)
+    digits, most, terms, bits, rounded = (
+        (23, 128.0, 7, ir.IntType(32), np.float32)
+        if element == ir.FloatType()
+        else (52, 1024.0, 14, ir.IntType(64), np.float64)
+    )
+    integers = bits if element == x.type else ir.VectorType(bits, x.type.count)
+
+    def constant(value, kind=x.type):
+        return ir.Constant(kind, value if element == x.type else [value] * x.type.count)
+
+    # Its bits are those of infinity; NaN stays.
+    x = builder.select(builder.fcmp_ordered(">", x, constant(most)), constant(most), x)
+    # Next to a number this large the sum has no place for a fraction: its last bits are the nearest whole number.
+    large = constant(1.5 * 2**digits)
+    moved = builder.fadd(x, large)
+    r = builder.fsub(x, builder.fsub(moved, large))
+    series = [constant(float(rounded(math.log(2) ** n / math.factorial(n)))) for n in range(terms)]
+    value = series.pop()
+    for term in reversed(series):
+        value = builder.fadd(builder.fmul(value, r, flags=("contract",)), term, flags=("contract",))
+    power = builder.add(
+        builder.bitcast(value, integers), builder.shl(builder.bitcast(moved, integers), constant(digits, integers))
+    )
+    # What takes more than the smallest exponent is 0.
+    least = builder.fcmp_ordered("<", x, constant(2 - most))
+    return builder.select(least, constant(0.0), builder.bitcast(power, x.type))
+
+
+@intrinsic
+def _exp2(typing, x):
+    return x(x), lambda context, builder, signature, arguments: emit_exp2(builder, arguments[0])
+
+
 @intrinsic
 def choose(typing, condition, x, y):
     """X where condition, else y, both known: never a branch, which data without order would make slow."""
@@ -46,7 +82,7 @@ def choose(typing, condition, x, y):
     return x(types.boolean, x, x), generate
 
 
-@_exact
+@exact
 def _exp32(x):
     t = choose(x > _LEAST, x, _LEAST)
     t = choose(t < _MOST, t, _MOST)
@@ -61,7 +97,13 @@ def _exp32(x):
     return choose(x == x, value, x)
 
 
-@_exact
+@exact
+def exp2(x):
+    """2 to the power x."""
+    return _exp2(x)
+
+
+@exact
 def _tanh32(x):
     e = _exp32(-_TWO * abs(x))
     far = (_ONE - e) / (_ONE + e)
@@ -102,7 +144,7 @@ def _like_of(x, value):
     return (lambda x, value: np.float32(value)) if x == types.float32 else (lambda x, value: np.float64(value))
 
 
-@_exact
+@exact
 def sigmoid(x):
     """1 / (1 + exp(-x)), without overflow for any x."""
     one = like(x, 1)
@@ -110,19 +152,19 @@ def sigmoid(x):
     return choose(x >= 0, one, e) / (one + e)
 
 
-@_exact
+@exact
 def _gelu_share(x):
     """What gelu multiplies x by: (1 + tanh(u)) / 2 is sigmoid(2 u)."""
     return sigmoid(like(x, 2 * _SQRT_2_OVER_PI) * (x + like(x, _CUBIC) * x * x * x))
 
 
-@_exact
+@exact
 def gelu(x):
     """In its tanh form."""
     return x * _gelu_share(x)
 
 
-@_exact
+@exact
 def gelu_grad(grad, x):
     """By x, of its tanh form."""
     s = _gelu_share(x)
@@ -131,7 +173,7 @@ def gelu_grad(grad, x):
     return grad * (s + x * s * (one - s) * slope)
 
 
-@_exact
+@exact
 def silu_grad(grad, x):
     """By x."""
     s = sigmoid(x)
