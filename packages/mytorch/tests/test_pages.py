@@ -1,4 +1,4 @@
-"""The code of mytorch's pages runs, in order; in attention's story it prints what stands below it."""
+"""The code of mytorch's pages runs, in order; in attention's story and the lesson it prints what stands below it."""
 
 import contextlib
 import io
@@ -10,13 +10,23 @@ import pytest
 from against_torch import on
 
 ROOT = Path(__file__).parents[3]
-STORY = ROOT / "docs" / "attention_story.md"
+STORY, LESSON = ROOT / "docs" / "attention_story.md", ROOT / "docs" / "mytorch_lesson.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
-@pytest.mark.parametrize("backend", ["serial", "parallel"])
-def test_every_block_runs_and_prints_what_the_page_shows(backend):
-    blocks = BLOCK.findall(STORY.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("page", "backend"),
+    [
+        (STORY, "serial"),
+        (STORY, "parallel"),
+        # It trains two models, in a minute.
+        pytest.param(LESSON, "parallel", marks=pytest.mark.slow),
+    ],
+    ids=lambda x: getattr(x, "stem", x),
+)
+def test_every_block_runs_and_prints_what_the_page_shows(page, backend, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     assert {kind for kind, _ in blocks} == {"python", "text"}
     names, printed = {}, ""
     with on(backend):
@@ -28,7 +38,7 @@ def test_every_block_runs_and_prints_what_the_page_shows(backend):
             assert printed == "", "what a block prints must stand below it"
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(text, STORY.name, "exec"), names)
+                exec(compile(text, page.name, "exec"), names)
             printed = out.getvalue()
     assert printed == ""
 
