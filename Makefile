@@ -65,7 +65,7 @@ test: lint types
 	$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not nightly" $(SLOW)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not nightly"
 
 test-all: lint types
 	$(BIN)/python -m pytest -n auto -m "not nightly"

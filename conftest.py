@@ -12,7 +12,6 @@ from tilewise import interpreter
 interpreter.use_where_no_gpu()
 
 import shutil  # noqa: E402
-import time  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -21,28 +20,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-BEGAN = time.monotonic()
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--slow-minutes", type=float, help="skip the tests marked slow that have not begun after so many minutes"
-    )
-
-
 def pytest_collection_modifyitems(items):
     # The longest are spread over the list, of which every worker gets a part: none is left to the end.
-    longest = [item for item in items if item.path.name == "test_mutants.py"]
-    others = [item for item in items if item.path.name != "test_mutants.py"]
+    longest = [item for item in items if "catch_every_planted_bug" in item.name]
+    others = [item for item in items if item not in longest]
     for i, item in enumerate(longest):
         others.insert(i * (len(items) // len(longest)), item)
     items[:] = others
-
-
-def pytest_runtest_setup(item):
-    limit = item.config.getoption("--slow-minutes")
-    if limit is not None and item.get_closest_marker("slow") and time.monotonic() - BEGAN > 60 * limit:
-        pytest.skip(f"the {limit:g} minutes for slow tests are over")
 
 
 @pytest.fixture(autouse=True)

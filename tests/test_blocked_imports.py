@@ -22,12 +22,14 @@ def run(blocked, *backends, **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_triton():
     said = run("triton", "anybody", "cpu", TRITON_INTERPRET="0")
     assert "ImportError: backend is 'triton', for tensors on cpu, and triton cannot be imported: install it" in said
     assert "explain: backend is 'triton'" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", first_quick(["triton.experimental.gluon", "triton.experimental"]))
 def test_without_gluon(blocked):
     said = run(blocked, "tilewise", "cpu", "triton", TRITON_INTERPRET="1")
@@ -37,12 +39,14 @@ def test_without_gluon(blocked):
     assert "portable kernels" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", ["triton.experimental", "triton.experimental.gluon"])
 def test_where_triton_lacks_gluon_too(blocked):
     """No kernel can be compiled then: Triton's compiler imports it. What needs no kernels works."""
     assert "forward: Gluon cannot be imported from Triton" in run(blocked, "anybody", "cpu", TRITON_INTERPRET="0")
 
 
+@pytest.mark.slow
 def test_portable_kernels_are_inspected_without_gluon():
     said = run("triton.experimental.gluon", "tilewise", "cpu", TRITON_INTERPRET="0")
     assert (

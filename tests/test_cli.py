@@ -49,6 +49,7 @@ def test_wrong_usage_exits_with_2_and_says_what_to_do(words, message):
     assert message in " ".join(outcome.output.split())
 
 
+@pytest.mark.slow
 def test_a_pass_prints_a_line_a_check_on_request_and_exits_with_0():
     outcome = invoke("flash", "--config", "T=9,causal=true", "--config", "T=5", "--dtype", "bf16", "-v")
     assert outcome.exit_code == 0
@@ -87,6 +88,7 @@ def test_a_failure_prints_all_that_is_known_and_exits_with_1():
     assert text.splitlines()[-1] == "FAIL: 1 of 2 checks failed"
 
 
+@pytest.mark.slow
 def test_fail_fast_stops():
     outcome = invoke(
         "flash",
@@ -146,6 +148,7 @@ def test_the_schema_would_refuse_another_document(tmp_path):
         jsonschema.validate({"schema": "tilewise.verify", "version": 2}, SCHEMA)
 
 
+@pytest.mark.slow
 def test_range_gives_the_same_numbers_every_time(tmp_path):
     documents = []
     for number in range(2):
@@ -155,6 +158,7 @@ def test_range_gives_the_same_numbers_every_time(tmp_path):
     assert documents[0] == documents[1]
 
 
+@pytest.mark.slow
 def test_the_console_script_runs_in_a_process_of_its_own():
     words = [sys.executable, "-m", "tilewise", "verify", "flash", "--config", "one-key", "--config", "no-keys", "-v"]
     outcome = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})

@@ -199,6 +199,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["1", "0"])
 def test_the_log_has_a_line_for_each_problem(on):
     environment = {**os.environ, "TILEWISE_LOG": on, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -70,40 +70,20 @@ def test_it_is_as_this_project_is(built):
     assert "::: tilewise.swiglu\n" in (built / "docs" / "api" / "tilewise.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         ("verify swiglu --config small --config odd-sizes --config no-tokens", 0, "PASS: all 18 checks passed"),
-        pytest.param(
-            *(
-                "verify swiglu --every-config",
-                2,
-                "there are no tile configurations of 'swiglu': its one tile follows from",
-            ),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("sanity swiglu", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
-            marks=pytest.mark.slow,
-        ),
+        ("verify swiglu --every-config", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
+        ("sanity swiglu", 2, "there are no tile configurations of 'swiglu': its one tile follows from"),
         ("verify swiglu --list", 0, "15 planted bugs: rows-lost"),
         ("trace swiglu --out out --html page.html", 0, "✓ swiglu_fwd_kernel, program 0, 32 rows: 5 values in 1 steps"),
-        pytest.param(
-            *("trace swiglu --program 1 --seq-blocks 3 --dtype fp32 --out out", 0, "program 1, 32 rows"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("trace swiglu --block-m 16 --out out", 2, "--block-m means nothing to swiglu"), marks=pytest.mark.slow
-        ),
+        ("trace swiglu --program 1 --seq-blocks 3 --dtype fp32 --out out", 0, "program 1, 32 rows"),
+        ("trace swiglu --block-m 16 --out out", 2, "--block-m means nothing to swiglu"),
         ("bench swiglu --list", 0, "baseline eager"),
-        pytest.param(
-            *("inspect swiglu --audit", 2, "there is no audit of 'swiglu': its offsets are one product of 64 bits"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("inspect swiglu --config 0 --arch sm_90", 2, "there are no tile configurations of 'swiglu'"),
-            marks=pytest.mark.slow,
-        ),
+        ("inspect swiglu --audit", 2, "there is no audit of 'swiglu': its offsets are one product of 64 bits"),
+        ("inspect swiglu --config 0 --arch sm_90", 2, "there are no tile configurations of 'swiglu'"),
     ],
 )
 @NO_GPU
@@ -130,6 +110,7 @@ def test_every_command_runs(built, words, said, tmp_path):
     assert said in found
 
 
+@pytest.mark.slow
 def test_it_can_be_explained(built):
     code = (
         "import torch, tilewise; x = torch.empty(2, 64, 32, device='meta', requires_grad=True);"

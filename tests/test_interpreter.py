@@ -59,6 +59,7 @@ def test_range_over_a_tensor_fails_without_the_repair():
     assert run("range", repaired=False) == ["failed"]
 
 
+@pytest.mark.slow
 def test_operators_are_triton_s_own():
     """Of numbers, scalars and blocks of every type that kernels use: the same types, shapes, bits and errors."""
     theirs, ours = (interpret(KERNELS.with_name("interpreter_operators.py"), repaired) for repaired in "01")

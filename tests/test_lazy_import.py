@@ -74,6 +74,7 @@ def test_interpretation_is_chosen_before_triton_is_imported():
     assert run(code) == "False True True True"
 
 
+@pytest.mark.slow
 def test_a_gpu_or_the_user_keeps_triton_compiling():
     code = (
         "import os, torch; torch.cuda.is_available = lambda: {gpu}\nfrom tilewise import interpreter;"
@@ -83,6 +84,7 @@ def test_a_gpu_or_the_user_keeps_triton_compiling():
     assert run(code.format(gpu=False), TRITON_INTERPRET="0") == "False"
 
 
+@pytest.mark.slow
 def test_too_late_is_said():
     code = (
         "import triton, torch; torch.cuda.is_available = lambda: False\n"
@@ -93,5 +95,6 @@ def test_too_late_is_said():
     assert "triton is already imported" in run(code)
 
 
+@pytest.mark.slow
 def test_importing_the_operators_sets_nothing():
     assert run("import os, tilewise; tilewise.flash_attention; print(os.environ.get('TRITON_INTERPRET'))") == "None"

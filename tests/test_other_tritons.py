@@ -16,7 +16,8 @@ from compiling import run_compiling
 from tilewise import workbench
 from tilewise.inspect.command import operators
 
-pytestmark = pytest.mark.slow
+# With the Triton of constraints.txt other tests cover all of it: `make test-tritons` runs these with two others.
+pytestmark = pytest.mark.nightly
 
 TESTS = Path(__file__).parent
 SCRIPT, FRONT_END = TESTS / "compile_every_kernel.py", TESTS / "pass_front_end.py"

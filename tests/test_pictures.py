@@ -30,6 +30,7 @@ def contents(path):
     return images, ["".join(text.itertext()) for text in tree.iter(f"{SVG}text")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_the_committed_picture_is_the_one_that_is_drawn(name, tmp_path):
     committed = DOCS / "pictures" / f"{name}.svg"

@@ -35,6 +35,7 @@ def run(project, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_one_test_a_case_and_dtype(project):
     project.makepyfile(
         IMPLEMENTATION
@@ -54,15 +55,14 @@ def test_one_test_a_case_and_dtype(project):
     result.stdout.fnmatch_lines(["*✗ flash T=9,causal=true*wrong values*", "*✗ o *max_diff*", "*worst at*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
         ("", "mark it with @pytest.mark.tilewise"),
         ('@pytest.mark.tilewise("flush")', "there is no operator 'flush'"),
-        pytest.param(
-            '@pytest.mark.tilewise("flash", configs=["smal"])', "there is no case 'smal'", marks=pytest.mark.slow
-        ),
-        pytest.param('@pytest.mark.tilewise("flash", sed=1)', "sed", marks=pytest.mark.slow),
+        ('@pytest.mark.tilewise("flash", configs=["smal"])', "there is no case 'smal'"),
+        ('@pytest.mark.tilewise("flash", sed=1)', "sed"),
     ],
 )
 def test_wrong_usage_is_said(project, marker, message):
@@ -72,6 +72,7 @@ def test_wrong_usage_is_said(project, marker, message):
     assert message in result.stdout.str() + result.stderr.str()
 
 
+@pytest.mark.slow
 def test_interpretation_is_chosen_before_a_conftest_imports_triton(project):
     project.makeini("[pytest]\ntilewise_interpret = true\n")
     project.makeconftest("import os; SEEN = os.environ.get('TRITON_INTERPRET'); import triton")
@@ -79,6 +80,7 @@ def test_interpretation_is_chosen_before_a_conftest_imports_triton(project):
     run(project).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_kernels_that_no_operator_has_a_part_in_are_interpreted_right(project, monkeypatch):
     """As Triton comes, bf16 is wrong; the project's tests need not import anything of tilewise."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

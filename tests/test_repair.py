@@ -50,6 +50,7 @@ def run(code: str, **variables: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_process_that_compiles_is_left_as_it_is():
     """Importing everything and calling the backends that need no GPU."""
     code = f"{SNAPSHOT}\n{CALLS}\nimport tilewise.cli, tilewise.pytest_plugin\nprint(changed())"
@@ -90,6 +91,7 @@ def test_without_triton_nothing_is_chosen():
     assert run(code) == "False False"
 
 
+A_CALL = "from tilewise.interpreter import use_where_no_gpu; use_where_no_gpu()"
 COMMAND_LINE = """
 from typer.testing import CliRunner
 from tilewise import cli
@@ -113,13 +115,12 @@ tilewise.flash_attention(x, x, x, backend="triton")
 @pytest.mark.parametrize(
     ("code", "variables"),
     [
-        ("from tilewise.interpreter import use_where_no_gpu; use_where_no_gpu()", {}),
-        (COMMAND_LINE, {}),
-        (TRACE, {"TRITON_INTERPRET": "1"}),
-        (MYTORCH, {"TRITON_INTERPRET": "1"}),
-        (OPERATORS, {"TRITON_INTERPRET": "1"}),
+        pytest.param(OPERATORS, {"TRITON_INTERPRET": "1"}, id="operators"),
+        pytest.param(A_CALL, {}, id="a-call", marks=pytest.mark.slow),
+        pytest.param(COMMAND_LINE, {}, id="command-line", marks=pytest.mark.slow),
+        pytest.param(TRACE, {"TRITON_INTERPRET": "1"}, id="trace", marks=pytest.mark.slow),
+        pytest.param(MYTORCH, {"TRITON_INTERPRET": "1"}, id="mytorch", marks=pytest.mark.slow),
     ],
-    ids=["a-call", "command-line", "trace", "mytorch", "operators"],
 )
 def test_a_process_that_interprets_is_repaired(code, variables):
     ask = "from tilewise import interpreter; print(interpreter._repaired, interpreter.interpreting())"

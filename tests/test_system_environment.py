@@ -80,6 +80,7 @@ def of_the_two(lines: list[str]) -> list[str]:
     return [line for line in lines if tool.name_of(line) in tool.KEPT]
 
 
+@pytest.mark.slow
 def test_pip_touches_neither(site, tmp_path):
     found = found_in(site)
     assert {module: one.version for module, one in found.items()} == {"torch": TORCH, "triton": TRITON}

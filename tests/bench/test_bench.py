@@ -101,6 +101,7 @@ def test_the_standard_cases_are_problems_of_the_operator(name):
             assert operator.load("suite").find(str(case.problem)).problem == case.problem
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_dense_attention_beside_a_sparse_operator_counts_its_own_work():
     found = rows(bench("nsa-selected"), "T=64,H=2,count=1,block=16")
@@ -113,6 +114,7 @@ def contender(name, build):
     return Contender(name, "", build)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_who_cannot_run_is_reported_with_the_reason():
     def refuses(_problem, _tensors):
@@ -159,6 +161,7 @@ def test_a_case_that_does_not_run_is_reported():
     assert found["fwd", "torch"].reason == "fails verify: wrong values; see: tilewise verify"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_is_wrong_judges_nobody():
     """Where tilewise itself fails verify, the others are timed, whatever its output."""
@@ -171,6 +174,7 @@ def test_what_is_wrong_judges_nobody():
     assert found["fwd", "tilewise"].reason == "fails verify: wrong values (o); see: tilewise verify flash"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_who_fails_while_being_timed_ends_nothing():
     runs = []
@@ -194,6 +198,7 @@ def test_who_fails_while_being_timed_ends_nothing():
     assert found["bwd", "tilewise"].times
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_choice_in_lower_precision_is_no_other_computation():
     """Plain torch in bf16 chooses other blocks here and there."""
@@ -206,6 +211,7 @@ def test_a_choice_in_lower_precision_is_no_other_computation():
     assert rows(one, "T=512,H=2,D=16,block=16,stride=8,compress=16,count=4")["fwd", "torch"].times
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_compiled_functions_are_compiled_anew_for_every_case(monkeypatch):
     import torch._dynamo
@@ -258,6 +264,7 @@ def test_what_fused_attention_cannot_do(text, reason):
     assert found["fwd", "torch"].times
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_needs_a_gpu_says_so():
     found = rows(bench("flash", asked=["cudnn", "fa2"]), "T=8")
@@ -268,11 +275,11 @@ def test_what_needs_a_gpu_says_so():
 @pytest.mark.parametrize(
     "text",
     [
-        "T=40,H=4,Hk=2,causal=true",
-        "T=40,window=9/3",
-        "T=33,Tk=50,causal=true",
-        "T=40,softcap=2.0",
         "lengths=20/0/33,causal=true",
+        pytest.param("T=40,H=4,Hk=2,causal=true", marks=pytest.mark.nightly),
+        pytest.param("T=40,window=9/3", marks=pytest.mark.nightly),
+        pytest.param("T=33,Tk=50,causal=true", marks=pytest.mark.nightly),
+        pytest.param("T=40,softcap=2.0", marks=pytest.mark.nightly),
     ],
 )
 def test_flex_attention_computes_the_same(text):
@@ -334,6 +341,7 @@ def test_list_names_cases_and_baselines():
     assert "dense-cudnn" in text
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_a_run_with_all_reports(tmp_path, monkeypatch):
     """Our own backend, a right function and a wrong one, which is refused: it alone makes the exit code 1."""
@@ -385,6 +393,7 @@ def test_a_run_with_all_reports(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "b.json", "b.png", "fast.json"]
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [

@@ -28,6 +28,7 @@ def event(kernel, seconds, hash="a", loaded=False, at=0.0):
 EVENTS = [event("fwd", 2.0), event("fwd", 3.5, "b"), event("bwd", 1.0, "c"), event("bwd", 9.0, "c", loaded=True)]
 
 
+@pytest.mark.slow
 def test_kernels_are_written_down_in_helper_processes_too(tmp_path):
     script = Path(__file__).with_name("compile_twice.py")
     environment = cold.child_environment(Path("src"), tmp_path / "cache", tmp_path / "log", {})

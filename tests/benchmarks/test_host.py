@@ -13,6 +13,7 @@ import host
 import pytest
 import table
 import torch
+from battery import first_quick
 from host import Compilations, Local, Remote, measure, rounds_of, serve
 from host_cases import (
     LENGTHS,
@@ -201,6 +202,7 @@ def test_another_process_answers(tmp_path):
     remote.end()
 
 
+@pytest.mark.slow
 def test_another_version_is_timed_by_this_ones_timer(tmp_path):
     """Its own may lack what the cases import, or measure otherwise."""
     folder = tmp_path / "tilewise" / "bench"
@@ -319,7 +321,7 @@ def test_a_version_is_measured_with_its_own_mytorch(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["host.py", "cold.py"])
+@pytest.mark.parametrize("script", first_quick(["host.py", "cold.py"]))
 def test_without_a_gpu_it_says_so(script):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, str(BENCHMARKS / script)], capture_output=True, text=True, env=environment)

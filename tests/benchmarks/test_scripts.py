@@ -104,11 +104,10 @@ def test_flash_beside_flash_attention_4(monkeypatch, tmp_path, capsys):
         (causal, fixed) for causal in (False, True) for fixed in (False, True)
     }
     header = table.flash_lines(document)[0]
-    assert re.search(
-        r"forward TFLOP/s .*\| × FA-4 \| backward TFLOP/s .*\| × FA-4 \| × FA-4 fixed \|$", header
-    )
+    assert re.search(r"forward TFLOP/s .*\| × FA-4 \| backward TFLOP/s .*\| × FA-4 \| × FA-4 fixed \|$", header)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_flash_layouts(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(flash_layouts, "WIDTHS", ((8, 32),))
@@ -121,6 +120,7 @@ def test_flash_layouts(monkeypatch, tmp_path, capsys):
     ] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_hstu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(hstu, "DENSE", ((2, 64, 2, 16, 16),))

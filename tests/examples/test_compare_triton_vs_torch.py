@@ -33,6 +33,7 @@ def compare(example, capsys, **options):
     return capsys.readouterr().out, exit_.value.exit_code
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_as_it_is_run():
     """By itself, without TRITON_INTERPRET: it decides before triton is imported."""

@@ -62,6 +62,7 @@ def test_swapped_gradients_are_named():
     assert diagnoses(report, "block+1", "dv")[0] == "holds what dk should hold"
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "passes"), [("broken", False), ("fixed", True)])
 def test_the_triton_kernel_of_the_docs(name, passes):

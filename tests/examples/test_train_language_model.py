@@ -22,6 +22,7 @@ def example():
     del sys.modules["train_language_model"]
 
 
+@pytest.mark.slow
 def test_both_models_learn(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(example, "BATCH", 2)
     monkeypatch.setattr(example, "CONTEXT", 96)

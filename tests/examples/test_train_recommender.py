@@ -23,6 +23,7 @@ def example():
     del sys.modules["train_recommender"]
 
 
+@pytest.mark.slow
 def test_both_models_learn(example, capsys, monkeypatch):
     # Few items and small batches, so that few users tell.
     monkeypatch.setattr(example, "INTERESTS", 6)

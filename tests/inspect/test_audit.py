@@ -209,11 +209,12 @@ def test_every_narrow_offset_can_be_planted():
         Mutant("", "", module, old, new).plant(Path(source).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_planted_narrow_offset_is_caught():
     assert any("int32 overflows" in fault for fault in planted(*PLANTED[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", PLANTED[1:], ids=[case[0] for case in PLANTED[1:]])
 def test_planted_narrow_offsets_are_caught(case):
     assert any("int32" in fault for fault in planted(*case))

@@ -259,7 +259,13 @@ def test_what_a_process_refuses_is_wrong_usage():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ["flash", "nsa-compressed", "nsa-selected", "hstu", "bsa"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "flash",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("nsa-compressed", "nsa-selected", "hstu", "bsa")),
+    ],
+)
 def test_configurations_are_those_that_sanity_numbers(operator):
     number, entry = next(
         (i, entry)

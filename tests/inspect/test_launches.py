@@ -5,11 +5,13 @@ of them.
 import re
 from pathlib import Path
 
+import pytest
 from compiling import run_compiling
 
 KERNELS = Path(__file__).parent.parent.parent / "src" / "tilewise" / "ops"
 
 
+@pytest.mark.slow
 def test_every_kernel_is_held_to_its_allowance():
     found = run_compiling(Path(__file__).with_name("list_launches.py"))
     sources = [path.read_text() for path in KERNELS.rglob("*.py") if "probe" not in path.parts]

@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+import pytest
 from compiling import run_compiling
 
 FUNCTIONS = ("tuned", "spilling", "descriptors", "differentiable", "looking", "refusing", "silent")
 
 
+@pytest.mark.slow
 def test_what_functions_launch(tmp_path, monkeypatch):
     """One process for all of it, for to start one takes longest."""
     monkeypatch.setitem(os.environ, "TRITON_CACHE_DIR", str(tmp_path))

@@ -318,6 +318,7 @@ def test_autocast(options):
     assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BOTH, ids=BOTH_IDS)
 def test_compiles(options):
     layer, x = make(**options, dtype=torch.float32, backend="cpu"), draw(40, 24, dtype=torch.float32)

@@ -273,6 +273,7 @@ def test_moves_and_names_itself():
     assert isinstance(layer.compression, WindowCompression)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["mean", "learned"])
 def test_compiles(compression):
     layer, x = make(dtype=torch.float32, compression=compression, backend="cpu"), draw(2, 40, 24, dtype=torch.float32)

@@ -1,18 +1,14 @@
 """Every operator's cases on every backend, as `tilewise verify` checks them."""
 
 import pytest
-import torch
-from battery import check, cpu_cases, triton_cases
+from battery import check, cpu_cases, first_quick, triton_cases
 
 from tilewise import workbench
 from tilewise.workbench.operator import GROWTH
 
 OPERATORS = workbench.names("suite")
-# Interpreted, the others take minutes of long sequences, and these run the same kernels.
-QUICK = OPERATORS if torch.cuda.is_available() else ("flash", "nsa", "hstu", "bsa")
-growing = pytest.mark.parametrize(
-    "operator", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OPERATORS]
-)
+# Interpreted, these take minutes of long sequences for some.
+growing = pytest.mark.parametrize("operator", first_quick(OPERATORS))
 
 
 @pytest.mark.gpu

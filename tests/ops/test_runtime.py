@@ -137,6 +137,7 @@ def test_saved_tensors_come_back_with_other_strides(name):
             assert_close(problem.step(), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_eight_threads(name, shared):
     count, rounds = 8, 2 * REPEATS

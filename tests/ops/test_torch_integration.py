@@ -116,8 +116,9 @@ KINDS = {
 PLAIN = ("flash", "nsa", "hstu", "bsa")
 
 
-def of(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", names)
+def of(*names: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=() if torch.cuda.is_available() else pytest.mark.slow) for name in slow]
+    return pytest.mark.parametrize("kind", [*names, *marked])
 
 
 def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> Problem:
@@ -167,7 +168,7 @@ def assert_compiled_is_the_same(problem: Problem, backend: str | None) -> None:
     assert_same(flat(made), problem.run(backend))
 
 
-@of("flash-packed", "nsa-packed-learned", "nsa-attend-window", "bsa-packed")
+@of("flash-packed", slow=("nsa-packed-learned", "nsa-attend-window", "bsa-packed"))
 def test_compile_more(place, kind):
     backend, device = place
     assert_compiled_is_the_same(make(kind, device), backend)
@@ -228,7 +229,7 @@ def test_meta_tensors_run_through_the_reference(kind):
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@of("flash", "flash-window", "flash-packed", "nsa", "nsa-packed", "hstu", "bsa", "bsa-packed")
+@of("flash", "hstu", slow=("flash-window", "flash-packed", "nsa", "nsa-packed", "bsa", "bsa-packed"))
 def test_torch_s_default_dtype_changes_nothing(place, kind, default):
     backend, device = place
     problem = make(kind, device)

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from battery import first_quick
 from typer.testing import CliRunner
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
@@ -269,7 +270,7 @@ def test_the_command_writes_the_page(tmp_path):
 # In a real browser.
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", first_quick([390, 1280]))
 def test_the_page_opens_at_the_first_divergence_and_it_is_one_click_away(opened, width):
     page = opened(PAGES["wrong"](), width)
     assert page.title() == "First mismatch · tilewise trace"
@@ -295,7 +296,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", first_quick(["light", "dark"]))
 def test_maps_are_drawn(opened, scheme):
     page = opened(PAGES["not finite"](), scheme=scheme)
     sizes = page.locator("img").evaluate_all(SIZES)
@@ -307,7 +308,7 @@ def test_maps_are_drawn(opened, scheme):
     assert shown == (scheme == "light")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", first_quick([390, 1280]))
 @pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
 def test_nothing_overflows_the_page(opened, make, width):
     page = opened(make(), width)

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from battery import first_quick
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -230,6 +231,7 @@ def test_a_map_of_many_tiles_labels_every_fourth():
     assert all(text == "" for _, _, text in cells(page))
 
 
+@pytest.mark.slow
 def test_a_page_of_too_many_cells_says_what_it_leaves_out():
     page = heat_page(HeatMap(16, ((2.0,) * 50,) * (MOST_CELLS // 100), (0, 0)), count=3)
     assert len(cells(page)) == MOST_CELLS
@@ -272,7 +274,7 @@ def test_the_heat_map_is_visible_with_its_worst_cell_marked(opened):
     assert "gradient" in maps.nth(1).locator("td.worst").evaluate("cell => getComputedStyle(cell).backgroundImage")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", first_quick([390, 1280]))
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
 def test_nothing_overflows_the_page(opened, make, width):
     report = make()
@@ -285,6 +287,7 @@ def test_nothing_overflows_the_page(opened, make, width):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 def test_failures_only(opened):
     page = opened(page_of(failing()))
     rows = page.locator("#checks tbody tr")

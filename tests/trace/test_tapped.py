@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from battery import first_quick
 
 from tilewise import interpreter
 from tilewise.ops.flash.configs import Config
@@ -33,7 +34,7 @@ def verdict(traced, dtype):
     return rows, first_divergence(rows, traced.steps, traced.order)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", first_quick([torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("mask", ["none", "causal", "windows"])
 @pytest.mark.parametrize(("program", "tokens"), [(0, 64), (1, 64), (2, 75)])
 def test_taps_agree_with_the_simulation(program, tokens, mask, dtype, device):

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from battery import first_quick
 from typer.testing import CliRunner
 
 from tilewise import cli, interpreter
@@ -187,6 +188,7 @@ sys.exit(not agrees)
 """
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
@@ -208,7 +210,7 @@ def make(tokens, options, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", first_quick([torch.bfloat16, torch.float32, torch.float16]), ids=str)
 @pytest.mark.parametrize(
     "options",
     [

@@ -172,6 +172,7 @@ BUGS = {
 QUICK = ("rescale", "dK", "windows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]

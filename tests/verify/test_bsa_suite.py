@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from battery import some_quick
 
 import tilewise
 from tilewise import workbench
@@ -47,7 +48,7 @@ def eager(q, **others):
 # What is right passes.
 
 
-@pytest.mark.parametrize("case", EDGES)
+@pytest.mark.parametrize("case", some_quick(EDGES, 4))
 def test_an_independent_implementation_passes(case):
     report = verify("bsa", examples.correct, configs=[case])
     assert [result.statuses for result in report.results] == [()] * len(DTYPES)
@@ -63,6 +64,7 @@ def test_no_case_is_unfit(case, function, dtypes):
     assert [result.statuses for result in report.results] == [()] * len(dtypes)
 
 
+@pytest.mark.slow
 def test_memory_of_the_example_does_not_grow_as_the_square():
     runner = Runner(workbench.find("bsa"), examples.correct)
     assert not runner.run(Check("bsa", Implementation("correct", "cpu", external=True), GROWTH, "bf16")).findings

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from battery import first_quick
 
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.verify import compare_tensors, verify
@@ -122,7 +123,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype", first_quick(["bf16", "fp32", "fp16"]))
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_wrong_attention_is_caught(wrong, dtype):
     assert judged(lambda q, k, v, causal, return_lse: wrong(q, k, v), "medium", dtype)

@@ -5,26 +5,95 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+from battery import FAST
+from fast_cases import INTERPRETED, choose, features, shape
 
 from tilewise import workbench
 from tilewise.verify import verify
 from tilewise.verify.api import DTYPES, score
-from tilewise.verify.result import Settings
-from tilewise.verify.suite import Mutant
+from tilewise.verify.result import Check, Settings
+from tilewise.verify.suite import Case, Mutant
+from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash import cases as flash
 from tilewise.workbench.flash import planted
 
 OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
+IN_FILE = [operator for operator in OPERATORS if operator.name in FAST]
+# Planted bugs that only one shape of all cases catches.
+ONCE = {("flash", "low-precision-sum")}
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+@pytest.mark.parametrize(
+    "operator",
+    [operator for operator in OPERATORS if torch.cuda.is_available() or operator.name not in FAST],
+    ids=lambda operator: operator.name,
+)
 def test_every_planted_bug_is_caught(operator):
     mutants = list(score(operator, (), DTYPES, Settings()))
     assert len(mutants) >= 15
     assert [mutant.name for mutant in mutants if not mutant.caught] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fast cases are those of interpreted kernels")
+@pytest.mark.parametrize("operator", IN_FILE, ids=lambda operator: operator.name)
+def test_the_fast_cases_catch_every_planted_bug_twice(operator):
+    """Or once, where the file says so: in all of the battery no second shape catches those."""
+    caught_by = FAST[operator.name]["caught_by"]
+    jobs = [
+        Job(tuple(Check(operator.name, INTERPRETED, case, "bf16", Settings()) for case in cases), bug)
+        for bug, cases in caught_by.items()
+    ]
+    assert len(jobs) >= 15
+    missed = [
+        (bug, result.check.case)
+        for bug, results in zip(caught_by, run_jobs(jobs), strict=True)
+        for result in results
+        if result.passed
+    ]
+    assert missed == []
+
+
+@pytest.mark.parametrize("operator", IN_FILE, ids=lambda operator: operator.name)
+def test_the_fast_cases_are_those_of_every_bug_and_have_every_feature(operator):
+    suite, fast = operator.load("suite"), FAST[operator.name]
+    by_name = {case.name: case for case in suite.cases}
+    assert fast["caught_by"].keys() == {bug.name for bug in suite.planted(None)}
+    for bug, cases in fast["caught_by"].items():
+        assert set(cases) <= set(fast["cases"]), bug
+        assert len({shape(by_name[case]) for case in cases}) == len(cases) in (1, 2), bug
+    every = {feature for case in suite.standard("cpu", interpreted=True) for feature in features(case)}
+    assert every <= {feature for name in fast["cases"] for feature in features(by_name[name])}
+
+
+def test_the_bugs_that_only_one_shape_of_all_catches():
+    once = {(name, bug) for name, fast in FAST.items() for bug, cases in fast["caught_by"].items() if len(cases) < 2}
+    assert once == ONCE
+
+
+def test_the_choice_of_cases_is_small_and_catches_twice():
+    cases = [
+        Case(name, "", flash.Flash(T=tokens, **options))
+        for name, tokens, options in (
+            ("long", 9, {}),
+            ("short", 5, {}),
+            ("as-long", 9, {"softcap": 1.0}),
+            ("causal", 5, {"causal": True}),
+        )
+    ]
+    caught = {
+        "anywhere": ["long", "short", "as-long", "causal"],
+        "twice": ["long", "as-long", "causal"],
+        "in-one": ["short"],
+    }
+    cost = {"long": 1.0, "short": 1.0, "as-long": 9.0, "causal": 1.0}
+    # The softcap is nowhere else, and the bug of the long ones is caught by two of one shape and one of another.
+    assert choose(cases, caught, cost) == ["short", "as-long", "causal"]
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
@@ -45,6 +114,7 @@ def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
     assert len(suite.mutants) - len(planted.PORTABLE) >= 15
 
 
+@pytest.mark.slow
 def test_a_weak_check_scores_less_than_all(monkeypatch):
     """Without a mask in the one case, a bug in the mask gets away; a missing scale does not."""
     chosen = tuple(

@@ -184,6 +184,7 @@ def test_nsa_507():
     assert problem.outputs == ("o", "o_win", "lse", "lse_win")
 
 
+@pytest.mark.slow
 def test_a_suite_loads_without_the_operators():
     """So that a bug can be planted before they are imported."""
     code = (

@@ -90,6 +90,7 @@ def test_a_terminal_keeps_whole_lines(columns):
     assert all(len(line) <= 80 for line in screen[-3:])
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_what_fails_a_table_and_the_verdict():
     outcome = subprocess.run(COMMAND, capture_output=True, text=True, check=True)
     lines = outcome.stdout.splitlines()
@@ -99,6 +100,7 @@ def test_a_pipe_gets_what_fails_a_table_and_the_verdict():
     assert outcome.stderr == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_far_it_came_and_ends():
     terminal = Terminal([*COMMAND, "--impl", f"{IMPLEMENTATIONS}:hangs"], 80)
     terminal.read_until(b"0/2")

@@ -55,7 +55,7 @@ def test_the_standard_run_of_a_function_measures_memory_and_warns():
     assert finding.severity == WARNING
 
 
-@pytest.mark.parametrize("squares", [0, 1])
+@pytest.mark.parametrize("squares", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_memory_of_interpreted_kernels_is_that_around_them(squares, monkeypatch):
     """It is measured without running them: what the code around them allocates is found all the same."""
     launched = []
@@ -347,6 +347,7 @@ def test_the_truth_does_not_follow_global_settings():
         ).passed
 
 
+@pytest.mark.slow
 def test_one_square_matrix_is_enough_to_be_found():
     class Frugal(torch.autograd.Function):
         """Linear but for one matrix of T² bytes."""

@@ -72,6 +72,7 @@ def test_a_file_that_does_not_import(tmp_path):
         verify("flash", f"{path}:f", configs=["small"])
 
 
+@pytest.mark.slow
 def test_a_connection_is_closed_by_one_thread_alone(tmp_path, monkeypatch):
     """Two processes refuse at about the same time; while the second's thread closes its connection, the first's refusal
     ends the run.
@@ -111,6 +112,7 @@ def test_a_module_in_the_current_folder(tmp_path, monkeypatch):
     assert verify("flash", "my_module:right", configs=["T=5"], dtypes=["fp32"]).passed
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -166,6 +168,7 @@ def test_search_survives_an_implementation_that_fails_now_and_then():
     assert verify("flash", flaky, configs=["T=3"], dtypes=["fp32"], search=20, repeat=1).failures
 
 
+@pytest.mark.slow
 def test_search_shrinks_to_the_smallest_problem():
     report = run("fails_from_17_tokens_on", "T=3", search=40)
     (found,) = report.failures
@@ -177,6 +180,7 @@ def test_search_shrinks_to_the_smallest_problem():
     assert not run("fails_from_17_tokens_on", found.check.case).passed
 
 
+@pytest.mark.slow
 def test_search_in_this_process():
     def wrong(q, k, v, *, softcap=0.0, return_lse=False, **options):
         from tilewise.ops.flash.reference import flash_attention

@@ -204,6 +204,7 @@ def test_a_diamond_is_walked_once_for_each_node():
     assert x.grad.numpy().tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_graphs_may_be_deep():
     x = leaf(1.0)
     y = x

@@ -44,6 +44,7 @@ def check(architecture: int, dtype: str, which: str, expected: tuple[str, ...]) 
         assert kernel["spill_stores"] <= ((32 if architecture == 90 else 128) if multiplies else 16), kernel
 
 
+@pytest.mark.slow
 def test_hopper():
     check(90, "float32", "main", MULTIPLYING)
 

@@ -408,6 +408,7 @@ def error_of(program):
     return result.stderr
 
 
+@pytest.mark.slow
 def test_without_gpu_and_interpreter():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -416,6 +417,7 @@ def test_without_gpu_and_interpreter():
     assert "TRITON_INTERPRET=1" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["tilewise", "torch", "triton", "tilewise.ops._host.launching"])
 def test_without_what_only_cuda_needs(missing):
     """The CPU works without it; the last one is a tilewise of another version."""

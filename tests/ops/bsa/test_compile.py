@@ -37,14 +37,14 @@ def test_hopper():
     check(90, "bfloat16", 32, 64, 32, spilled=400)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("architecture", [80, 86, 100, 120])
 @pytest.mark.parametrize(("channels", "values", "block"), [(32, 64, 32), (128, 128, 128), (256, 256, 64)])
 def test_other_cards(architecture, channels, values, block):
     check(architecture, "bfloat16", channels, values, block, spilled=1600)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("architecture", "channels"),
     [(80, 128), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
@@ -53,7 +53,7 @@ def test_fp32(architecture, channels):
     check(architecture, "float32", channels, channels, 64, spilled=3000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("channels", "values", "block"), [(40, 24, 16), (16, 48, 13), (256, 256, 128), (64, 128, 64)])
 def test_other_shapes_on_hopper(channels, values, block):
     check(90, "bfloat16", channels, values, block, spilled=1600)

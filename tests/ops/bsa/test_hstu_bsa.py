@@ -85,6 +85,7 @@ def test_against_the_reference_in_fp64(place, heads):
     assert_close(differentiate(tensors, *place, heads=heads), expected, tolerance=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3])
 def test_each_sequence_is_as_if_it_were_alone(place, heads):
     tensors, model = inputs(heads), GateModel(heads)
@@ -113,6 +114,7 @@ def test_padding_holds_zeros_and_the_tokens_before_it(place):
             assert not padded[b, end - start :].any()
 
 
+@pytest.mark.slow
 def test_how_far_is_padded_changes_nothing(place):
     short, long = (attend(inputs(), GateModel(), *place, padded=padded) for padded in (45, 133))
     torch.testing.assert_close(short[0], long[0], rtol=1e-6, atol=1e-6)
@@ -120,6 +122,7 @@ def test_how_far_is_padded_changes_nothing(place):
     assert not long[1][:, 45:].any()
 
 
+@pytest.mark.slow
 def test_what_gates_hold_in_the_padding_changes_nothing(place):
     class Broken(GateModel):
         def forward(self, padded_q):
@@ -136,6 +139,7 @@ def test_what_gates_hold_in_the_padding_changes_nothing(place):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_nan_in_another_sequence_changes_nothing(place):
     """Sequence 4 is NaN: all others keep their outputs and gradients, those of the model's weights apart, which see
     every sequence.

@@ -60,6 +60,7 @@ def test_the_choice_is_the_references_even_where_scores_tie_or_are_nan(count, de
     torch.testing.assert_close(indices.transpose(-3, -2), public, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=LONG)])
 def test_chunks_of_tokens_change_only_roundings(packed, device, monkeypatch):
@@ -77,6 +78,7 @@ def test_chunks_of_tokens_change_only_roundings(packed, device, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, False])
 def test_chunks_of_queries_change_only_roundings(packed, device, monkeypatch):
@@ -93,6 +95,7 @@ def test_chunks_of_queries_change_only_roundings(packed, device, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("block", "count", "channels", "dtype"),

@@ -80,6 +80,7 @@ def layer_inputs(device):
     return x, offsets(device), torch.ones(3, 16, 16, dtype=torch.bool, device=device)
 
 
+@pytest.mark.slow
 def test_compile_the_layer(place):
     backend, device = place
     layer = Layer().to(device)

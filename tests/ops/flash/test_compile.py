@@ -62,7 +62,7 @@ def test_fp32(architecture):
     check(architecture, "float32", 64, "causal")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["plain", "packed", "all"])
 @pytest.mark.parametrize(
     ("dtype", "channels"), [("float16", 16), ("bfloat16", 40), ("bfloat16", 64), ("bfloat16", 128), ("float16", 256)]
@@ -72,7 +72,7 @@ def test_every_variant(architecture, dtype, channels, variant):
     check(architecture, dtype, channels, variant)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("channels", [32, 128, 256])
 @pytest.mark.parametrize("architecture", [80, 86, 90, 100])
 def test_fp32_every_width(architecture, channels):

@@ -54,7 +54,7 @@ def test_every_variant(channels):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("values", WIDTHS)
 @pytest.mark.parametrize("channels", WIDTHS)
 def test_every_pair_of_widths(channels, values):
@@ -69,6 +69,15 @@ def test_every_pair_of_widths(channels, values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("channels", "values"), [(64, 128), (128, 64), (192, 128), (128, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("channels", "values"),
+    [
+        (256, 256),
+        *(
+            pytest.param(*widths, marks=pytest.mark.nightly)
+            for widths in ((64, 128), (128, 64), (192, 128), (128, 256))
+        ),
+    ],
+)
 def test_softcap_of_the_widest_tiles_spills_a_little(channels, values):
     check("bfloat16", channels, values, "all", most_spilled=250)

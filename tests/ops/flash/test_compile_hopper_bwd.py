@@ -43,7 +43,7 @@ def check(dtype: str, channels: int, values: int, variant: str, order: str = "fi
     assert main["warps"] == 12, main
 
 
-@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("channels", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_causal(channels):
     check("bfloat16", channels, channels, "causal")
 

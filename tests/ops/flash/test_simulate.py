@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from battery import first_quick
 
 from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash.reference import flash_attention
@@ -76,7 +77,7 @@ def test_backward_equals_the_reference_in_fp64(problem, tiles):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", first_quick([torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize(
     ("problem", "tiles"),
     [

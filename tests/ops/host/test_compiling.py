@@ -141,6 +141,7 @@ def start(folder, *words):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), pytest.param(("daemonic",), marks=pytest.mark.slow)])
 def test_processes_that_begin_together_compile_each_kernel_once(cache, words):
     processes = [start(cache, *words) for _ in range(2)]
@@ -172,6 +173,7 @@ def first_steps():
     return run_compiling(HERE / "first_step.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", ["flash", "hstu", "bsa", "nsa"])
 def test_a_training_step_is_handed_over_once(first_steps, operator):
     first, second = first_steps[operator]["handed_over"]
@@ -180,6 +182,7 @@ def test_a_training_step_is_handed_over_once(first_steps, operator):
     assert second == [], "another shape needs the same kernels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", ["flash", "hstu", "bsa", "nsa"])
 def test_a_warm_up_fills_the_cache_for_a_first_call(first_steps, operator):
     """Triton's own keys, on sm_90."""

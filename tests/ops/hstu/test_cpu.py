@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from battery import first_quick
 
 from tilewise import hstu_attention
 from tilewise.ops.hstu import cpu
@@ -39,7 +40,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("blocks", [(1, 1), (8, 3), (3, 16), (1000, 1000)])
+@pytest.mark.parametrize("blocks", first_quick([(8, 3), (1, 1), (3, 16), (1000, 1000)]))
 def test_tiles_do_not_matter(options, blocks, monkeypatch):
     """With small tiles most are left out: what they hold takes no part."""
     given = tensors()

@@ -115,7 +115,10 @@ def test_the_mask_by_hand():
     ]
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(x, id=name, marks=pytest.mark.slow if i % 3 else []) for i, (name, x) in enumerate(CASES.items())],
+)
 def test_gradcheck(options):
     lengths = (5, 0, 1, 4)
     limited = options | (

@@ -33,7 +33,7 @@ def check(architecture: int, dtype: str, channels: int, block: int, group: int, 
             assert kernel["wgmma"], kernel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("architecture", [86, 120])
 @pytest.mark.parametrize(("channels", "block", "group"), [(64, 64, 4), (128, 128, 1), (256, 64, 4)])
 def test_a_99_kb_card(architecture, channels, block, group):
@@ -47,7 +47,7 @@ def test_wide_heads_on_an_a100(channels):
     check(80, "bfloat16", channels, 64, 4, spilled=1600)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("architecture", "channels"),
     [(80, 128), (80, 256), (86, 64), (86, 128), (86, 256), (90, 64), (90, 128), (90, 256), (100, 128)],
@@ -56,7 +56,7 @@ def test_fp32(architecture, channels):
     check(architecture, "float32", channels, 64, 4, spilled=3000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("channels", "block", "group"), [(40, 16, 3), (128, 48, 6), (256, 128, 64), (64, 32, 1)])
 def test_other_shapes_on_hopper(channels, block, group):
     check(90, "bfloat16", channels, block, group, spilled=1600)

@@ -52,6 +52,7 @@ def test_packed_without_tokens(offsets):
     assert chosen.shape == (0, 2, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5, 16, 1000])
 @pytest.mark.parametrize("name", ["plain", "packed-learned"])
 def test_chunks_do_not_matter(name, chunk, monkeypatch):
@@ -233,6 +234,7 @@ def test_torch_s_defaults_change_nothing(default):
     assert all(torch.equal(a, b) for a, b in zip(changed, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_tokens():
     def peak(tokens):
         tensors = {name: x.requires_grad_() for name, x in inputs(tokens, batch=1).items()}

@@ -91,6 +91,7 @@ def test_windows_that_fit_no_tile_are_refused():
         choose(q, k_cmp, torch.empty(1, 1, 256, device="meta"), None, None, Sizes(2, 1, 128, 2, 1, 1), 1.0)
 
 
+@pytest.mark.slow
 def test_one_channel_compiles():
     """A stride of 1 is a constant to the compiler, which the interpreter does not show."""
     script = """

@@ -46,6 +46,7 @@ def assert_close(ours, truth):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["lists", "union"])
 def test_both_orders_compute_the_same(order, device):
@@ -53,6 +54,7 @@ def test_both_orders_compute_the_same(order, device):
     assert_close(run(*case, 16, order), expected(*case, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_chunks_of_tokens_change_nothing_but_the_order_of_sums(device, monkeypatch):
     """Several chunks, several segments a list: sums go on where the last chunk left them, and further segments are

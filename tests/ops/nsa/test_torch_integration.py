@@ -82,7 +82,7 @@ def test_opcheck_of_the_whole(place, name):
     library.opcheck(api.nsa_backward.overload, (torch.randn_like(o), *saved))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("packed", first_quick([False, True]), ids=["dense", "packed"])
 def test_opcheck_of_the_steps(place, packed):
     if not packed:
         skip_if_interpreted(place)
@@ -157,6 +157,7 @@ def test_compile_the_steps(place):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_reference_differentiates_twice():
     tensors = {name: x.detach().double()[:, :6].clone() for name, x in leaves("cpu").items()}
     small = [(x[..., :2] if name in "qkv" else x).requires_grad_() for name, x in tensors.items()]

@@ -240,7 +240,7 @@ CASES = (
     _case("no-gates", "every gate None", T=40, window=9, gates="none"),
     _case("gate-slc", "a gate on the chosen blocks alone", T=35, window=9, gates="slc"),
     _case("gates-cmp-swa", "no gate on the chosen blocks", T=35, window=9, gates="cmp+swa"),
-    _case("scale", "scale 0.7", T=40, scale=0.7, window=9),
+    _case("scale", "scale 3", T=40, scale=3.0, window=9),
     _case("odd-channels", "D 40, Dv 24", T=33, D=40, Dv=24, window=9),
     _case("wide-values", "D 8, Dv 48", T=33, D=8, Dv=48),
     _case("count-1", "the own block alone is chosen, D 72", T=70, D=72, count=1),

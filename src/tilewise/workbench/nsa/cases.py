@@ -244,6 +244,9 @@ CASES = (
         window=7,
         scale=0.0,
     ),
+    _case(
+        "ties", "scale 0 again: 2 of 5 blocks of 4", T=19, H=2, Hk=1, D=8, block=4, local=1, init=0, count=2, scale=0.0
+    ),
     _case("large-logits", "logits up to about ±50; no sliding window", T=65, H=2, Hk=1, size=12.0, gates="cmp+slc"),
     _case(
         "strided",

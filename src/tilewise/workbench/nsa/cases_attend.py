@@ -211,7 +211,7 @@ CASES = (
     ),
     _case(
         "selected-only",
-        "no own block: rows that see nothing, later blocks",
+        "no own block: rows that see nothing, later blocks; every query head names its own",
         T=61,
         H=4,
         Hk=2,
@@ -219,6 +219,7 @@ CASES = (
         block=8,
         count=2,
         own=False,
+        apart=True,
         scaled=True,
     ),
     _case(
@@ -230,6 +231,7 @@ CASES = (
         scaled=True,
         window=True,
     ),
+    _case("none-selected-short", "the same without a window; blocks of 8", T=19, D=8, block=8, count=1, mask="none"),
     _case(
         "apart",
         "every query head names its own blocks; blocks of 8",
