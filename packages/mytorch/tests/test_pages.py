@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
     [
         (STORY, "serial"),
         (STORY, "parallel"),
-        # It trains two models, in a minute.
+        # It trains models, for half a minute.
         pytest.param(LESSON, "parallel", marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "stem", x),

@@ -11,7 +11,7 @@ import mytorch
 from mytorch import Tensor
 from mytorch.backends import parallel, serial
 from mytorch.backends.base import UNARY
-from mytorch.backends.loops import compiled, functions
+from mytorch.backends.loops import functions
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -245,8 +245,11 @@ ATTENTION = [
     (130, 70, 2, 1, 8, 17),
     (1, 65, 3, 3, 1, 3),
     (33, 64, 1, 1, 16, 16),
-    # Several tiles of keys in one chunk.
+    # Several tiles of keys in one chunk, and in each of several.
     (66, 200, 8, 8, 3, 3),
+    (7, 500, 2, 2, 3, 3),
+    # Four vectors of channels, which no panel of three divides.
+    (33, 130, 2, 1, 64, 50),
 ]
 
 
@@ -276,14 +279,15 @@ def test_powers_of_two_of_all_sizes(dtype):
     )
     x = x.astype(dtype)
 
-    @compiled.private
-    def fill(x, out):
+    # NaN of other bits than NumPy's: all of them, and the last one too.
+    bits = np.dtype(f"u{x.itemsize}")
+    ones = ~bits.type(0)
+    x = np.concatenate([x, np.array([ones, np.array(np.nan, dtype).view(bits) + bits.type(1)], bits).view(dtype)])
+
+    @numba.njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+    def run(x, out):
         for i in range(len(x)):
             out[i] = functions.exp2(x[i])
-
-    @numba.njit
-    def run(x, out):
-        fill(x, out)
 
     found = np.empty_like(x)
     run(x, found)
@@ -344,7 +348,8 @@ def test_other_types_are_numpys(monkeypatch):
 def test_results_do_not_depend_on_the_number_of_threads():
     backend = parallel.ParallelBackend()
     x, grad = normal(37, 3, 9, 9).astype(np.float32), normal(37, 5, 7, 7).astype(np.float32)
-    tokens = normal(2, 70, 2, 8).astype(np.float32)
+    # Of 500 keys several chunks.
+    tokens = normal(1, 500, 2, 8).astype(np.float32)
     found = []
     for threads in (1, 2):
         mytorch.set_num_threads(threads)

@@ -77,6 +77,11 @@ def in_rows(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
 
+def heads_first(x: Array) -> Array:
+    """`[B, T, H, D]` as `[B, H, T, D]` in C order: rows far apart would share few cache sets."""
+    return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
+
+
 def places(channels: int, size: Shape, plane: Shape, step: Pair = (1, 1)) -> Array:
     """Offsets of `[channels, *size]` in planes of a size, a step apart."""
     c, i, j = np.ogrid[:channels, : size[0], : size[1]]
@@ -311,10 +316,13 @@ class ParallelBackend(SerialBackend):
         tokens, channels = (
             -(-n // whole) * whole for n, whole in ((q.shape[1], attention.TOKENS), (q.shape[3], lanes(q.dtype)))
         )
-        added = np.empty((attention_grad.chunks(k, PARTS), len(q), q.shape[2], tokens, channels), q.dtype)
+        added = np.empty((attention_grad.chunks(q, k, PARTS), len(q), q.shape[2], tokens, channels), q.dtype)
         attention_grad.backward(
-            *map(np.ascontiguousarray, (grad, q, k, v)),
-            np.where(np.isfinite(lse), lse, 0) * lse.dtype.type(attention.LOG2_E),
+            heads_first(grad),
+            heads_first(q),
+            np.ascontiguousarray(k),
+            np.ascontiguousarray(v),
+            np.ascontiguousarray(np.where(np.isfinite(lse), lse, 0) * lse.dtype.type(attention.LOG2_E)),
             delta,
             causal,
             scale,

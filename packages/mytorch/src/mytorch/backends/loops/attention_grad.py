@@ -11,18 +11,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mytorch.backends.loops.attention import LOG2_E, TOKENS, fill, hide, load_head, load_turned, offsets
+from mytorch.backends.loops.attention import LOG2_E, TOKENS, fill, hide, load_turned, offsets
 from mytorch.backends.loops.compiled import prange, private, threaded
 from mytorch.backends.loops.functions import emit_exp2, exact, like
 from mytorch.backends.loops.tiles import ROW_BYTES, VECTOR_BYTES, VECTORS, multiply, product, splat
 
+# What the chunks' dQ may take in memory, unless four times dQ is more.
+_MOST_BYTES = 1 << 26
 
-def chunks(k: np.ndarray, most: int) -> int:
-    """Into how many a head's tiles of keys are dealt out, so that there are enough for many threads; k is
+
+def chunks(q: np.ndarray, k: np.ndarray, most: int) -> int:
+    """Into how many a head's tiles of keys are dealt out, so that there are enough for many threads; of arrays
     `[B, T, H, D]`.
     """
     tiles = -(-k.shape[1] // (ROW_BYTES // k.itemsize))
-    return min(tiles, -(-most // (k.shape[0] * k.shape[2])))
+    return min(tiles, -(-most // (k.shape[0] * k.shape[2])), max(4, _MOST_BYTES // q.nbytes))
 
 
 @private
@@ -80,37 +83,33 @@ def slopes_of_scores(scores, slopes, count, lse, delta):
 def backward_part(part, parts, grad, q, k, v, lse, delta, causal, scale, dq, dk, dv):
     """Every parts-th chunk of a head's tiles of keys."""
     lanes = ROW_BYTES // q.itemsize
-    heads, queries, keys, chunks = k.shape[2], q.shape[1], k.shape[1], len(dq)
-    shift, group = keys - queries, q.shape[2] // heads
+    heads, queries, keys, chunks = k.shape[2], q.shape[2], k.shape[1], len(dq)
+    shift, group = keys - queries, q.shape[1] // heads
     channels, values, keys_in_lanes = offsets(k.shape[3], 1), offsets(v.shape[3], 1), offsets(lanes, 1)
     last = (queries - 1) % TOKENS + 1
     q_rows, q_last = offsets(TOKENS, q.shape[3]), offsets(last, q.shape[3])
     grad_rows, grad_last = offsets(TOKENS, v.shape[3]), offsets(last, v.shape[3])
     score_rows = offsets(TOKENS, lanes)
     k_turned, v_turned = np.empty((k.shape[3], lanes), q.dtype), np.empty((v.shape[3], lanes), q.dtype)
-    q_heads, grad_heads = np.empty((group, *q.shape[1::2]), q.dtype), np.empty((group, *grad.shape[1::2]), q.dtype)
     k_tile = np.empty((lanes, dq.shape[4]), q.dtype)
     scores, slopes = np.zeros((TOKENS, lanes), q.dtype), np.zeros((TOKENS, lanes), q.dtype)
     acc_k, acc_v = np.empty((len(channels), lanes), q.dtype), np.empty((len(values), lanes), q.dtype)
     one = like(q[0, 0, 0, 0], 1)
     for task in range(part, len(k) * heads * chunks, parts):
         b, h, chunk = task // chunks // heads, task // chunks % heads, task % chunks
-        for member in range(group):
-            load_head(q, b, h * group + member, q_heads[member])
-            load_head(grad, b, h * group + member, grad_heads[member])
-            fill(dq[chunk, b, h * group + member], 0)
+        for head in range(h * group, (h + 1) * group):
+            fill(dq[chunk, b, head], 0)
         for j in range(chunk * lanes, keys, chunks * lanes):
             load_turned(k, b, j, h, like(one, scale * LOG2_E), k_turned)
             load_turned(v, b, j, h, one, v_turned)
             load(k, b, j, h, k_tile)
             fill(acc_k, 0)
             fill(acc_v, 0)
-            for member in range(group):
-                head = h * group + member
+            for head in range(h * group, (h + 1) * group):
                 for i in range(max(0, j - shift) // TOKENS * TOKENS if causal else 0, queries, TOKENS):
                     count = min(TOKENS, queries - i)
                     whole = count == TOKENS
-                    q_, grad_ = q_heads[member, i:].reshape(-1), grad_heads[member, i:].reshape(-1)
+                    q_, grad_ = q[b, head, i:].reshape(-1), grad[b, head, i:].reshape(-1)
                     product(q_, q_rows if whole else q_last, channels[: q.shape[3]], k_turned, scores)
                     product(grad_, grad_rows if whole else grad_last, values[: v.shape[3]], v_turned, slopes)
                     if causal and j + lanes - 1 > i + shift:
@@ -142,7 +141,8 @@ def add_up(dq, scale, out):
 def backward(grad, q, k, v, lse, delta, causal, scale, parts, dq, dk, dv):
     """dK, dV `[B, T, H, D]` and dQ less its scale, `[chunks, B, H, Tq, D]` in whole tiles and vectors, to be added up.
 
-    lse (in units of log 2, 0 for rows that see nothing) and delta (the sum of grad times output) are `[B, H, Tq]`.
+    q and grad have heads before tokens, k and v `[B, T, H, D]`; lse (in units of log 2, 0 for rows that see nothing)
+    and delta (the sum of grad times output) are `[B, H, Tq]`.
     """
     for part in prange(parts):
         backward_part(np.int64(part), parts, grad, q, k, v, lse, delta, causal, scale, dq, dk, dv)

@@ -49,7 +49,8 @@ def emit_exp2(builder, x):
     def constant(value, kind=x.type):
         return ir.Constant(kind, value if element == x.type else [value] * x.type.count)
 
-    # Its bits are those of infinity; NaN stays.
+    given = x
+    # Its bits are those of infinity.
     x = builder.select(builder.fcmp_ordered(">", x, constant(most)), constant(most), x)
     # Next to a number this large the sum has no place for a fraction: its last bits are the nearest whole number.
     large = constant(1.5 * 2**digits)
@@ -64,7 +65,9 @@ def emit_exp2(builder, x):
     )
     # What takes more than the smallest exponent is 0.
     least = builder.fcmp_ordered("<", x, constant(2 - most))
-    return builder.select(least, constant(0.0), builder.bitcast(power, x.type))
+    power = builder.select(least, constant(0.0), builder.bitcast(power, x.type))
+    # Of NaN, whose last bits may be anything, no exponent is made.
+    return builder.select(builder.fcmp_unordered("uno", given, given), given, power)
 
 
 @intrinsic

@@ -88,7 +88,7 @@ def _product(adds):
                 for place, total in zip(places, totals, strict=True):
                     builder.store(builder.load(total), place, align=size)
 
-            # Panels of three vectors; where one would be left over, of two and two.
+            # Panels of three vectors; a single one left over makes the last two panels two vectors wide.
             n_vectors, lane = builder.udiv(n_columns, number(vector.count)), number(vector.count)
             rest = builder.urem(n_vectors, number(PANEL))
             halves = builder.and_(
@@ -96,9 +96,11 @@ def _product(adds):
             )
             wide = builder.sub(builder.udiv(n_vectors, number(PANEL)), builder.zext(halves, n_rows.type))
             pairs = builder.select(halves, number(2), builder.udiv(rest, number(2)))
-            single = builder.sub(n_vectors, builder.add(builder.mul(wide, number(3)), builder.mul(pairs, number(2))))
+            single = builder.sub(
+                n_vectors, builder.add(builder.mul(wide, number(PANEL)), builder.mul(pairs, number(2)))
+            )
             column = number(0)
-            for vectors, count in ((3, wide), (2, pairs), (1, single)):
+            for vectors, count in ((PANEL, wide), (2, pairs), (1, single)):
                 width = builder.mul(lane, number(vectors))
                 with cgutils.for_range(builder, count) as panel:
                     at = builder.add(column, builder.mul(panel.index, width))
