@@ -19,9 +19,14 @@ from tilewise.verify.text import result_lines
 FAST = json.loads((Path(__file__).parent / "data/fast_cases.json").read_text())
 
 
+def chosen(operator: str, case: str) -> bool:
+    """Whether the case is one of those."""
+    return operator in FAST and case in FAST[operator]["cases"]
+
+
 def is_fast(operator: str, case: str) -> bool:
     """Whether `make test` runs the case: every one of an operator for which none have been chosen."""
-    return operator not in FAST or case in FAST[operator]["cases"]
+    return operator not in FAST or chosen(operator, case)
 
 
 def check(operator: str, case: str, dtype: str, backend: str, device: str) -> Result:
@@ -39,14 +44,15 @@ def triton_cases(*operators: str) -> list:
     """Operator, case and dtype. On a GPU everything.
 
     Interpreted, `make test` runs the fast cases in bf16; the slow tests run all of `tilewise verify`'s, and the fast
-    ones in fp32; the others in fp32 are nightly. Wider problems are left to a GPU, and so is fp16, which goes the way
-    of bf16.
+    ones in fp32; the others in fp32 are nightly. Wider problems that catch nothing more are left to a GPU, and so is
+    fp16, which goes the way of bf16.
     """
     on_gpu = torch.cuda.is_available()
     found = []
     for operator in operators:
         suite = workbench.find(operator).load("suite")
-        for case in suite.cases if on_gpu else suite.standard("cpu", interpreted=True):
+        standard = suite.standard("cpu", interpreted=True)
+        for case in suite.cases if on_gpu else [x for x in suite.cases if x in standard or chosen(operator, x.name)]:
             for dtype in DTYPES if on_gpu else ("bf16", "fp32"):
                 left_out = 0 if on_gpu else (not is_fast(operator, case.name)) + (dtype != "bf16")
                 marks = ([], [pytest.mark.slow], [pytest.mark.nightly])[left_out]

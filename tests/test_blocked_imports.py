@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from battery import first_quick
 
 SCRIPT = Path(__file__).parent / "blocked_imports.py"
 
@@ -30,7 +29,7 @@ def test_without_triton():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocked", first_quick(["triton.experimental.gluon", "triton.experimental"]))
+@pytest.mark.parametrize("blocked", ["triton.experimental.gluon", "triton.experimental"])
 def test_without_gluon(blocked):
     said = run(blocked, "tilewise", "cpu", "triton", TRITON_INTERPRET="1")
     assert "triton runs" in said

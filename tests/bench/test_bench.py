@@ -276,6 +276,7 @@ def test_what_needs_a_gpu_says_so():
     "text",
     [
         "lengths=20/0/33,causal=true",
+        "T=33,Tk=50,H=4,Hk=2,window=9/3,softcap=2.0",
         pytest.param("T=40,H=4,Hk=2,causal=true", marks=pytest.mark.nightly),
         pytest.param("T=40,window=9/3", marks=pytest.mark.nightly),
         pytest.param("T=33,Tk=50,causal=true", marks=pytest.mark.nightly),

@@ -214,8 +214,19 @@ def test_a_planted_narrow_offset_is_caught():
     assert any("int32 overflows" in fault for fault in planted(*PLANTED[0]))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", PLANTED[1:], ids=[case[0] for case in PLANTED[1:]])
+# The last one of each operator is slow, all are nightly.
+LAST = {case[0].split(".")[0]: i for i, case in enumerate(PLANTED)}.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case[0], marks=[] if i in LAST else [pytest.mark.nightly])
+        for i, case in enumerate(PLANTED)
+        if i
+    ],
+)
 def test_planted_narrow_offsets_are_caught(case):
     assert any("int32" in fault for fault in planted(*case))
 

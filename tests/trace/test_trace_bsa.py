@@ -138,12 +138,10 @@ BUGS = {
         "what the other branches left of dQ",
     ),
 }
-# Forward and backward; each takes seconds.
-QUICK = ("slots", "dK")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
+@pytest.mark.parametrize("bug", BUGS)
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = ["bsa", "--block-m", "16", *options.split(), "--out", str(tmp_path)]

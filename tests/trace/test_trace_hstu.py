@@ -169,8 +169,6 @@ BUGS = {
         "the mask: row 0 sees key 1 of this tile",
     ),
 }
-# Forward and backward; each takes seconds.
-QUICK = ("sum", "dQ")
 RUN = """
 import json, sys
 from pathlib import Path
@@ -190,7 +188,7 @@ sys.exit(not agrees)
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
+@pytest.mark.parametrize("bug", BUGS)
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, request, place, follows = BUGS[bug]
     arguments = [sys.executable, "-c", RUN, module, old, new, json.dumps(request), str(tmp_path)]

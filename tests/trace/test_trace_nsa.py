@@ -168,12 +168,8 @@ BUGS = {
 }
 
 
-# Forward, backward and compressed; each takes seconds.
-QUICK = ("rescale", "dK", "windows")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
+@pytest.mark.parametrize("bug", BUGS)
 def test_each_planted_bug_is_found_where_it_is(tmp_path, bug):
     module, old, new, options, place, follows = BUGS[bug]
     words = options.split() if options.startswith("nsa") else ["nsa-selected", *options.split()]

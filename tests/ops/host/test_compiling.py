@@ -142,7 +142,7 @@ def start(folder, *words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), pytest.param(("daemonic",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("words", [(), ("daemonic",)])
 def test_processes_that_begin_together_compile_each_kernel_once(cache, words):
     processes = [start(cache, *words) for _ in range(2)]
     try:

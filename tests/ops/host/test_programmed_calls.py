@@ -40,7 +40,8 @@ def step(x, backend="triton", **options):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name[:4] in ("flas", "hstu") else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+    "name",
+    [name if name.startswith(("flash", "hstu")) else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
 )
 def test_every_operator_s_programs_give_what_its_plans_give(name, programmed, on_the_cpu, monkeypatch):
     counts = []
