@@ -97,9 +97,14 @@ def test_every_command_answers(built, words, code, said):
     ("words", "said"),
     [
         ("verify swiglu", "PASS: all"),
-        ("verify swiglu --mutants --config small --config odd-sizes --dtype fp32", "planted bugs: 15 of 15 caught"),
-        ("verify swiglu --search 5 --config small --dtype fp32", "PASS"),
-        ("bench swiglu --config tokens-256 --iterations 2 --html page.html", "eager"),
+        pytest.param(
+            *("verify swiglu --mutants --config small --config odd-sizes --dtype fp32", "bugs: 15 of 15 caught"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*("verify swiglu --search 5 --config small --dtype fp32", "PASS"), marks=pytest.mark.nightly),
+        pytest.param(
+            *("bench swiglu --config tokens-256 --iterations 2 --html page.html", "eager"), marks=pytest.mark.nightly
+        ),
         ("inspect swiglu --arch sm_90", "swiglu_bwd"),
         ("warmup swiglu --arch sm_90 --shapes small", "2 kernels compiled"),
     ],

@@ -28,7 +28,7 @@ def diagnoses(report, case, tensor):
     return comparison.failure.diagnosis
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_correct_flash_passes_every_case_in_every_dtype():
     report = verify("flash", FLASH.correct)
     assert report.passed, [result.check.command() for result in report.failures]

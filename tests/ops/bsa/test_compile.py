@@ -49,10 +49,9 @@ def test_other_cards(architecture, channels, values, block):
     ("architecture", "channels"),
     [
         (86, 256),
-        (90, 128),
         *(
             pytest.param(*at, marks=pytest.mark.nightly)
-            for at in ((80, 128), (86, 64), (86, 128), (90, 64), (90, 256), (100, 128))
+            for at in ((80, 128), (86, 64), (86, 128), (90, 64), (90, 128), (90, 256), (100, 128))
         ),
     ],
 )

@@ -39,14 +39,17 @@ def check(architecture: int, dtype: str, channels: int, variant: str) -> None:
             assert kernel["wgmma"], kernel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("architecture", [80, 100])
 def test_narrow_problems(architecture):
     check(architecture, "bfloat16", 64, "causal")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "channels"), [(86, 32), (86, 256), (120, 128)])
+@pytest.mark.parametrize(
+    ("architecture", "channels"),
+    [*(pytest.param(86, width, marks=pytest.mark.nightly) for width in (32, 256)), (120, 128)],
+)
 def test_every_width_fits_a_99_kb_card(architecture, channels):
     check(architecture, "bfloat16", channels, "causal")
 

@@ -37,7 +37,7 @@ def test_the_usual_problem():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("channels", [pytest.param(64, marks=pytest.mark.nightly), 128])
 def test_every_variant(channels):
     # Under a limit to the left 12 bytes, loaded again and again, with the assembler of Triton 3.9.
     check(

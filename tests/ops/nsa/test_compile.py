@@ -52,10 +52,9 @@ def test_wide_heads_on_an_a100(channels):
     ("architecture", "channels"),
     [
         (86, 256),
-        (90, 128),
         *(
             pytest.param(*at, marks=pytest.mark.nightly)
-            for at in ((80, 128), (80, 256), (86, 64), (86, 128), (90, 64), (90, 256), (100, 128))
+            for at in ((80, 128), (80, 256), (86, 64), (86, 128), (90, 64), (90, 128), (90, 256), (100, 128))
         ),
     ],
 )
