@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise import workbench
-from tilewise.verify.api import DTYPES
+from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Check, Implementation, Result
 from tilewise.verify.run import Runner
 from tilewise.verify.text import result_lines

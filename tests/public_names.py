@@ -191,8 +191,9 @@ MEMBERS = {
 # Commands with all of their options.
 OPTIONS = {
     "verify": (
-        "--impl --config --dtype --range -r --range-raw --seed --search --rtol --atol --no-grad --mutants "
-        "--repeat --json --html --list --all --fail-fast --verbose -v --every-config --kernel --small --diff"
+        "--impl --config --dtype --range -r --range-raw --fill --seed --search --rtol --atol --no-grad --mutants "
+        "--repeat --json --html --list --all --fail-fast --verbose -v --every-config --kernel --small --diff "
+        "--budget --use"
     ),
     "new": "",
     "trace": (

@@ -142,6 +142,26 @@ def test_reports_are_written(tmp_path):
     assert "FAIL" in page.read_text()
 
 
+def test_what_is_skipped_is_reported_and_prints_no_line_of_its_own(tmp_path):
+    report = tmp_path / "report.json"
+    words = ["flash", "--config", "T=5", "--config", "T=6", "--dtype", "fp32", "--search", "3", "--mutants"]
+    outcome = invoke(*words, "--budget", "0", "--json", str(report))
+    assert outcome.exit_code == 1
+    document = json.loads(report.read_text())
+    jsonschema.validate(document, SCHEMA)
+    results, bugs = document["results"], document["mutants"]
+    why = "the budget of 0 minutes is used up (--budget)"
+    assert all(result["skipped"] and not result["passed"] for result in results)
+    assert {result["findings"][0]["message"] for result in results} == {why}
+    assert all(bug["skipped"] and bug["status"] == why for bug in bugs)
+    head, *lines = outcome.output.splitlines()
+    assert head.startswith("operator")
+    assert lines == [
+        f"planted bugs: 0 of {len(bugs)} caught",
+        f"FAIL: 0 of {len(results)} checks passed, {len(results)} skipped, {len(bugs)} planted bugs skipped: {why}",
+    ]
+
+
 def test_the_schema_would_refuse_another_document(tmp_path):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     with pytest.raises(jsonschema.ValidationError):

@@ -408,7 +408,7 @@ def test_the_environment_of_a_gpu(gpu, smi, monkeypatch):
 
 def test_verify_reports_hold_what_doctor_finds(tmp_path, monkeypatch):
     path, page = tmp_path / "report.json", tmp_path / "report.html"
-    monkeypatch.setattr(command, "run_checks", lambda checks: iter(()))
+    monkeypatch.setattr(command, "run_checks", lambda checks, budget: iter(()))
     CliRunner().invoke(cli.app, ["verify", "flash", "--config", "T=5", "--json", str(path), "--html", str(page)])
     report = json.loads(path.read_text(encoding="utf-8"))
     assert [finding["subject"] for finding in report["doctor"]][:3] == ["python", "torch", "triton"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilewise import workbench
-from tilewise.verify.api import planted
+from tilewise.verify.plan import planted
 from tilewise.verify.result import HANG, INTERNAL, Check, Implementation, Result, Settings
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import Job, run_jobs
@@ -122,7 +122,8 @@ def fast_cases(operator: Operator) -> dict[str, Any]:
         [case for case in cases if case.name not in needed],
         others,
     )
-    caught: dict[str, list[str]] = {bug.name: [] for bug in planted(operator)}
+    # Cases do not show those of another use.
+    caught: dict[str, list[str]] = {bug.name: [] for bug in planted(operator) if not bug.use}
     for tried in rounds:
         rare = [bug for bug, names in caught.items() if len({shapes[name] for name in names}) < TWICE]
         for bug, names in catches(operator, rare, tried).items():

@@ -1,5 +1,7 @@
 """`tilewise`: one command, one subcommand a verb. It decides how Triton runs before anything imports triton."""
 
+import re
+import secrets
 import shlex
 import sys
 from dataclasses import replace
@@ -12,8 +14,13 @@ from tilewise import cli_machine, workbench
 from tilewise.cli_base import check_words, interpret_where_no_gpu, make_console, wrong_usage_exits_with_2
 from tilewise.workbench.operator import UsageError
 
-# What verify checks where no dtype is named.
+# What verify checks where no dtype is named, and the minutes that it may take.
 DTYPES = "fp32,fp16,bf16"
+BUDGET = 60.0
+# How inputs may be filled: as verify/suite.py has it, which imports torch.
+FILLS = "random, one-signed, heavy-tails, small-head, constant, zero, range, range-raw"
+# The largest seed, and what a random one is below: short enough to be read.
+MOST_SEED, MOST_RANDOM = 2**62, 10**9
 
 app = typer.Typer(help="Attention kernels people can trust, tile by tile.", no_args_is_help=True, add_completion=False)
 
@@ -26,7 +33,9 @@ def verify(
     impl: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE.py:FUNCTION", help="Check this function, or package.module:function, in place of ours."
+            metavar="FILE.py:FUNCTION",
+            help="Check this function, or package.module:function, in place of ours. It runs with your rights, in no"
+            " sandbox.",
         ),
     ] = None,
     config: Annotated[
@@ -40,9 +49,17 @@ def verify(
     range_raw: Annotated[
         bool, typer.Option("--range-raw", help="Fill inputs by rule: element i is i, k negated.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of random inputs.")] = 42,
+    fill: Annotated[str | None, typer.Option(metavar="NAME", help=f"Fill inputs by a law or rule: {FILLS}.")] = None,
+    seed: Annotated[
+        str, typer.Option(metavar="N", help="Seed of random inputs; `random` takes a fresh one and prints it.")
+    ] = "42",
     search: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Draw N further cases; a failure is shrunk to one command.")
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Draw N further cases, of all shapes, options and laws of values; a failure is shrunk to one command.",
+        ),
     ] = 0,
     rtol: Annotated[
         float | None,
@@ -64,6 +81,14 @@ def verify(
     everything: Annotated[
         bool, typer.Option("--all", help="Without a GPU: all cases, in every dtype, on our own backends too.")
     ] = False,
+    budget: Annotated[
+        float,
+        typer.Option(metavar="MINUTES", help="What has not begun by then is skipped, and the run fails."),
+    ] = BUDGET,
+    use: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this way of using it (--list names them), or all; may be repeated."),
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     verbosity: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="A line a check; -vv: every tensor's figures too.")
@@ -90,14 +115,15 @@ def verify(
         from tilewise.verify.command import Request, list_cases, run_request
         from tilewise.verify.result import SEED, Settings
 
-        if by_range and range_raw:
-            raise UsageError("--range and --range-raw fill the same inputs: give one of them")
+        if by_range + range_raw + (fill is not None) > 1:
+            raise UsageError("--fill, --range and --range-raw fill the same inputs: give one of them")
+        number = _seed(seed)
         if not every_config and (kernel is not None or small or diff):
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if every_config:
-            given = impl, config, rtol, atol, repeat, json, html
-            others = range_raw, search, no_grad, mutants, everything, fail_fast, verbosity
-            if any(x is not None for x in given) or any(others) or (dtype, seed) != (DTYPES, SEED):
+            given = impl, config, use, rtol, atol, repeat, json, html
+            others = range_raw, fill, search, no_grad, mutants, everything, fail_fast, verbosity
+            if any(x is not None for x in given) or any(others) or (dtype, number, budget) != (DTYPES, SEED, BUDGET):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
                 names = ", ".join(workbench.names("configs"))
@@ -107,17 +133,29 @@ def verify(
         if list_names:
             list_cases(operators or [], console)
             return
-        fill = "range" if by_range else "range-raw" if range_raw else "random"
-        settings = Settings(seed, fill, not no_grad, repeat, rtol, atol)
+        fill = "range" if by_range else "range-raw" if range_raw else fill or "random"
+        settings = Settings(number, fill, not no_grad, repeat, rtol, atol)
         what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])
-        request = Request(*what, settings, search, mutants, everything, json, html, fail_fast, verbosity, command)
+        if seed == "random":
+            console.print(f"seed {number}", highlight=False)
+            command = re.sub(r"--seed[ =]random\b", f"--seed {number}", command)
+        amount = search, mutants, everything, budget
+        request = Request(*what, settings, *amount, use or [], json, html, fail_fast, verbosity, command)
         try:
             passed = run_request(request, console)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     if not passed:
         raise typer.Exit(1)
+
+
+def _seed(word: str) -> int:
+    """The number that --seed takes, a fresh one for `random`."""
+    number = secrets.randbelow(MOST_RANDOM) if word == "random" else int(word) if word.isdecimal() else -1
+    if not 0 <= number <= MOST_SEED:
+        raise UsageError(f"--seed {word}: expected a whole number from 0 to {MOST_SEED}, or random")
+    return number
 
 
 def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fill: str, list_names: bool) -> None:

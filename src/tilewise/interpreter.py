@@ -24,6 +24,7 @@ __all__ = ["interpreting", "quiet", "repair", "use_where_no_gpu"]
 _VARIABLE = "TRITON_INTERPRET"
 _repairing = threading.Lock()
 _repaired = _set_here = False
+_launches = 0
 
 
 def use_where_no_gpu() -> bool:
@@ -82,6 +83,11 @@ def interpreting() -> bool:
     from triton.language import standard
 
     return any(type(value).__name__ == "InterpretedFunction" for value in vars(standard).values())
+
+
+def launches() -> int:
+    """How many kernels this process has interpreted since the repair."""
+    return _launches
 
 
 def repair() -> None:
@@ -147,7 +153,9 @@ def _repair_launches() -> None:
     launching = threading.RLock()
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        global _launches
         with launching, quiet():
+            _launches += 1
             return launch(self, *arguments, **named)
 
     interpreter.GridExecutor.__call__ = call

@@ -4,8 +4,9 @@
     def test_my_attention(tilewise_check):
         tilewise_check(my_attention)
 
-One test per case and dtype. With `tilewise_interpret = true` in pytest's settings, Triton interprets kernels where
-there is no GPU, and its interpreter is repaired: that is decided here, before any conftest or test can import triton.
+One test per case and dtype, and one per use of a small and a drawn case. With `tilewise_interpret = true` in pytest's
+settings, Triton interprets kernels where there is no GPU, and its interpreter is repaired: that is decided here, before
+any conftest or test can import triton.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ import pytest
 from tilewise import interpreter
 
 MARKER = (
-    "tilewise(operator, *, configs=(), dtypes=('fp32', 'fp16', 'bf16'), **settings): the checks that the tilewise_check"
-    " fixture makes; settings are seed, fill, gradients, repeat, rtol and atol"
+    "tilewise(operator, *, configs=(), dtypes=('fp32', 'fp16', 'bf16'), uses=(), **settings): the checks that the"
+    " tilewise_check fixture makes; settings are seed, fill, gradients, repeat, rtol and atol"
 )
 
 
@@ -51,18 +52,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     checks = _checks(*marker.args, **marker.kwargs)
     metafunc.parametrize(
-        "tilewise_check", checks, indirect=True, ids=[f"{check.case}-{check.dtype}" for check in checks]
+        "tilewise_check",
+        checks,
+        indirect=True,
+        ids=["-".join(filter(None, (check.case, check.dtype, check.use))) for check in checks],
     )
 
 
-def _checks(operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", "bf16"), **settings: Any) -> list[Any]:
+def _checks(
+    operator: str, *, configs: Any = (), dtypes: Any = ("fp32", "fp16", "bf16"), uses: Any = (), **settings: Any
+) -> list[Any]:
     from tilewise import workbench
-    from tilewise.verify.api import plan
+    from tilewise.verify.plan import plan
     from tilewise.verify.result import Settings
     from tilewise.workbench.operator import UsageError
 
     try:
-        return plan(workbench.find(operator), "tilewise_check", configs, dtypes, Settings(**settings))
+        return plan(workbench.find(operator), "tilewise_check", configs, dtypes, Settings(**settings), uses=uses)
     except (TypeError, UsageError) as error:
         raise pytest.UsageError(f"@pytest.mark.tilewise: {error}") from None
 

@@ -18,6 +18,8 @@ from tilewise.verify.diagnose import HeatMap
 from tilewise.verify.result import (
     CRASH,
     MEMORY,
+    NOTE,
+    SKIPPED,
     WARNING,
     Check,
     Finding,
@@ -117,6 +119,20 @@ def test_a_passing_report():
     text = Balanced(page_of(passing())).text
     assert "PASS All 16 checks passed. The only planted bug was caught." in text
     assert "checks 16 failures 0 warnings 0 planted bugs caught 1 of 1" in text
+    assert "Failed checks" not in text
+
+
+def test_what_was_skipped_is_neither_passed_nor_failed():
+    report = passing()
+    report.results.append(Result(check("late"), findings=(Finding(SKIPPED, "the budget is used up", NOTE),)))
+    report.mutants.append(MutantResult("flash", "late-bug", "a bug", "", "the budget is used up", skipped=True))
+    text = Balanced(page_of(report)).text
+    assert "FAIL 16 of 17 checks passed. 1 of 2 planted bugs were caught." in text
+    assert "1 skipped, 1 planted bugs skipped: the budget is used up." in text
+    assert "checks 17 failures 0 skipped 1 warnings 0" in text
+    assert "9 checks, 1 skipped" in text
+    assert "SKIPPED late bf16 the budget is used up" in text
+    assert "late-bug flash a bug skipped : the budget is used up" in text
     assert "Failed checks" not in text
 
 

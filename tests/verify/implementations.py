@@ -2,11 +2,15 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import torch
 
+from tilewise import workbench
 from tilewise.ops.flash.reference import flash_attention
+
+SMALL = workbench.find("flash").load("suite").find("small").problem
 
 
 def right(q, k, v, *, return_lse=False, **options):
@@ -21,6 +25,27 @@ def crashes_when_causal(q, k, v, *, return_lse=False, causal=False, **options):
 
 def hangs(q, k, v, **options):
     time.sleep(1000)
+
+
+def spins(q, k, v, **options):
+    while True:
+        pass
+
+
+def spins_unless_small(q, k, v, **options):
+    small = q.shape[-3] == SMALL.T
+    return right(q, k, v, **options) if small else spins(q, k, v)
+
+
+def is_stopped(q, k, v, **options):
+    """For four seconds, once: as little of a core comes to it on a machine with too many jobs."""
+    if not stopped:
+        stopped.append(subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"]))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return right(q, k, v, **options)
+
+
+stopped = []
 
 
 def exits(q, k, v, **options):

@@ -13,8 +13,9 @@ from battery import some_quick
 import tilewise
 from tilewise import workbench
 from tilewise.ops.bsa.reference import block_sparse_attn, choice_scores
-from tilewise.verify.api import DTYPES, verify
+from tilewise.verify.api import verify
 from tilewise.verify.compare import DTYPE, WRONG, compare_choices
+from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import CHOICE, NO_GRADIENT, Check, Implementation
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import make_fill

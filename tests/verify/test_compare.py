@@ -43,6 +43,15 @@ def test_an_error_spread_over_all_elements_fails_by_its_mean_square():
     assert "root mean square" in comparison.failure.problem
 
 
+def test_numbers_that_are_all_alike_may_all_be_rounded_by_as_much():
+    truth = torch.full((40, 30), 1.0, dtype=torch.float64)
+    actual = (truth * (1 + torch.finfo(torch.bfloat16).eps * 0.9)).float()
+    options = {"truth": truth, "eager": truth.bfloat16()}
+    assert judge(actual.bfloat16(), alike=True, **options).passed
+    assert not judge(actual.bfloat16(), **options).passed
+    assert not judge((actual * 1.01).bfloat16(), alike=True, **options).passed
+
+
 @pytest.mark.parametrize(
     "wrong",
     [torch.zeros_like(EAGER), EAGER * 1.02, EAGER.roll(1, 0), -EAGER],

@@ -11,12 +11,13 @@ from fast_cases import INTERPRETED, choose, features, is_wrong, shape
 
 from tilewise import workbench
 from tilewise.verify import verify
-from tilewise.verify.api import DTYPES, score
+from tilewise.verify.api import score
+from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import Check, Settings
 from tilewise.verify.suite import Case, Mutant
 from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash import cases as flash
-from tilewise.workbench.flash import planted
+from tilewise.workbench.flash import planted, planted_uses
 
 OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
 IN_FILE = [operator for operator in OPERATORS if operator.name in FAST]
@@ -63,7 +64,7 @@ def test_the_fast_cases_catch_every_planted_bug_twice(operator):
 def test_the_fast_cases_are_those_of_every_bug_and_have_every_feature(operator):
     suite, fast = operator.load("suite"), FAST[operator.name]
     by_name = {case.name: case for case in suite.cases}
-    assert fast["caught_by"].keys() == {bug.name for bug in suite.planted(None)}
+    assert fast["caught_by"].keys() == {bug.name for bug in suite.planted(None) if not bug.use}
     for bug, cases in fast["caught_by"].items():
         assert set(cases) <= set(fast["cases"]), bug
         assert len({shape(by_name[case]) for case in cases}) == len(cases) in (1, 2), bug
@@ -111,9 +112,9 @@ def test_every_bug_can_be_planted(operator):
 
 def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
     suite = flash.SUITE
-    assert suite.planted(None) == suite.planted((8, 0)) == planted.PORTABLE
+    assert suite.planted(None) == suite.planted((8, 0)) == planted.PORTABLE + planted_uses.USES
     assert suite.planted((9, 0)) == suite.mutants
-    assert len(suite.mutants) - len(planted.PORTABLE) >= 15
+    assert len(suite.mutants) - len(suite.planted(None)) >= 15
 
 
 @pytest.mark.slow

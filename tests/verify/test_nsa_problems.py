@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from tilewise.ops.nsa import reference
+from tilewise.verify.drawing import INTERPRETED
 from tilewise.verify.implementation import WrongReturnError, evaluate
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.nsa import cases as nsa
@@ -123,7 +124,7 @@ def test_drawn_problems_are_problems(op):
         max_examples=25, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
     @hypothesis.seed(0)
-    @hypothesis.given(st.composite(SUITES[op].draw)())
+    @hypothesis.given(st.composite(SUITES[op].draw)(INTERPRETED))
     def check(problem):
         problem.check()
         assert SUITES[op].problem.parse(str(problem) or "B=1") == problem

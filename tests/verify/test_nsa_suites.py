@@ -9,8 +9,9 @@ from nsa_implementations import attend, compressed, selected
 
 from tilewise import workbench
 from tilewise.ops.nsa import reference
-from tilewise.verify.api import DTYPES, verify
+from tilewise.verify.api import verify
 from tilewise.verify.compare import WRONG
+from tilewise.verify.plan import DTYPES
 from tilewise.verify.result import CHOICE, ERROR, NO_GRADIENT
 from tilewise.workbench.nsa import cases as nsa
 from tilewise.workbench.nsa import cases_attend as nsa_attend

@@ -4,16 +4,16 @@ import pytest
 
 from tilewise import workbench
 from tilewise.verify import api
-from tilewise.verify.api import DTYPES, plan
+from tilewise.verify.plan import DTYPES, plan
 from tilewise.verify.result import Result, Settings
 from tilewise.workbench.operator import GROWTH
 
 
 def planned(name, external=None, configs=(), dtypes=DTYPES, backend="triton", everything=False):
-    """Cases of one implementation, each with its dtypes."""
+    """Cases of one implementation in ordinary use, each with its dtypes."""
     found = {}
     for check in plan(workbench.find(name), external, configs, dtypes, Settings(), everything):
-        if check.implementation.name == (external or backend):
+        if check.implementation.name == (external or backend) and not check.use:
             found.setdefault(check.case, []).append(check.dtype)
     return found
 
@@ -28,10 +28,11 @@ def test_without_a_gpu_cases_take_dtypes_in_turn(name, backend, monkeypatch):
     assert all(len(dtypes) == 1 for dtypes in cases.values())
     counts = [sum(dtypes == [dtype] for dtypes in cases.values()) for dtype in DTYPES]
     assert min(counts) * 5 >= len(cases)
-    expected = {
-        case.name for case in workbench.find(name).load("suite").standard("cpu", interpreted=backend == "triton")
-    }
-    assert set(cases) == expected
+    suite = workbench.find(name).load("suite")
+    dear = set(suite.dear) if backend == "triton" else set()
+    assert dear <= {case.name for case in suite.cases}
+    expected = {case.name for case in suite.standard("cpu", interpreted=backend == "triton")}
+    assert set(cases) == expected - dear
 
 
 @pytest.mark.parametrize("name", workbench.names("suite"))
@@ -67,7 +68,7 @@ def test_others_implementations_run_in_every_dtype():
 def test_our_dearest_checks_go_first_and_are_reported_in_order(monkeypatch):
     asked = []
 
-    def run_jobs(jobs):
+    def run_jobs(jobs, budget):
         asked.extend(check.case for job in jobs for check in job.checks)
         return [[Result(check) for check in job.checks] for job in jobs]
 

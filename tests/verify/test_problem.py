@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import workbench
+from tilewise.verify.drawing import LONGEST
 from tilewise.verify.suite import Suite, cut, make_fill, place, transposed
 from tilewise.workbench.flash.cases import CASES, Flash, draw
 from tilewise.workbench.operator import GROWTH, UsageError
 
 CPU = torch.device("cpu")
+
+OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -24,7 +27,7 @@ def test_a_problem_reads_what_it_writes(case):
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_drawn_problems_read_what_they_write(data):
-    problem = draw(data.draw)
+    problem = draw(data.draw, LONGEST)
     assert Flash.parse(str(problem) or "B=1") == problem
 
 
@@ -85,7 +88,7 @@ def test_placing_keeps_values_strides_and_alignment_and_surrounds(x):
     assert int(memory.isnan().sum()) == memory.numel() - distinct
 
 
-@pytest.mark.parametrize("operator", map(workbench.find, workbench.names("suite")), ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_every_suite_is_whole(operator):
     suite: Suite = operator.load("suite")
     assert callable(operator.load("reference"))

@@ -1,6 +1,7 @@
 """Crashes and hangs are findings, and the run goes on."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tilewise import workbench
-from tilewise.verify import UsageError, api, suite, verify, worker
-from tilewise.verify.result import CRASH, HANG, Finding, Implementation, Result, Settings
+from tilewise.verify import UsageError, api, suite, time_limits, verify, worker
+from tilewise.verify.result import CRASH, HANG, NOTE, SKIPPED, Finding, Implementation, Result, Settings
+from tilewise.verify.text import table_lines, verdict_lines
 
 HERE = Path(__file__).parent / "implementations.py"
 
@@ -32,11 +34,104 @@ def test_a_process_that_exits_is_a_crash():
     assert result.findings[0].message == "the process ended with exit code 7"
 
 
-def test_a_hang_is_a_finding(monkeypatch):
+@pytest.fixture
+def hasty(monkeypatch):
+    """Two seconds a check, one after a hang, and one worker alone."""
     monkeypatch.setattr(suite, "TIME_LIMIT", 2.0)
+    monkeypatch.setattr(time_limits, "LIMIT_AFTER_A_HANG", 1.0)
+    monkeypatch.setattr(worker, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+
+
+def test_a_process_that_waits_for_nothing_is_a_hang(hasty):
     report = run("hangs", "small", "T=9")
     assert [result.statuses for result in report.results] == [(HANG,), (HANG,)]
-    assert "no result within 2 seconds" in report.results[0].findings[0].message
+    assert re.fullmatch(r"no result within [2-9] seconds, and it waits: .*", report.results[0].findings[0].message)
+
+
+def test_two_hangs_are_waited_for_the_second_for_less_and_the_rest_is_skipped(hasty):
+    report = run("spins", "small", "T=9", "T=3", "T=2")
+    assert [result.statuses for result in report.results] == [(HANG,), (HANG,), (), ()]
+    for limit, result in zip((2, 1), report.failures, strict=True):
+        message = result.findings[0].message
+        assert re.fullmatch(rf"no result within {limit} CPU seconds \(\d+ s by the clock\)", message)
+    why = f"{HERE}:spins hung 2 times"
+    assert [result.findings for result in report.skipped] == [(Finding(SKIPPED, why, NOTE),)] * 2
+    assert not report.passed
+    assert verdict_lines(report)[-1] == f"FAIL: 2 of 4 checks failed, 2 skipped: {why}"
+    (row,) = table_lines(report.results)[1:]
+    assert " 2 of 2 ✗ " in row
+
+
+def test_a_search_ends_after_two_hangs(hasty):
+    report = run("spins_unless_small", "small", search=20)
+    small, found, skipped = report.results
+    assert small.passed
+    assert found.statuses == (HANG,)
+    assert skipped.skipped
+    assert report.searched == {}
+
+
+def test_a_starved_process_is_no_hang(hasty):
+    assert run("is_stopped", "T=5").passed
+
+
+LIMIT, BEFORE = 100.0, 1000.0
+
+
+@pytest.mark.parametrize(
+    ("threads", "ends", "message"),
+    [
+        # Each thread: its state, and what share of the clock it computes.
+        ({"main": ("R", 0.25)}, 400, r"within 100 CPU seconds \(400 s by the clock\)"),
+        ({"main": ("S", 0.0)}, 100, "within 100 seconds, and it waits"),
+        ({"main": ("S", 0.01), "polls": ("S", 0.01)}, 100, "within 100 seconds, and it waits"),
+        ({"main": ("S", 0.0), "starved": ("R", 0.0)}, 1000, r"within 1000 seconds by the clock \(0 CPU seconds\)"),
+        ({"main": ("S", 0.0), "reads a disk": ("D", 0.0)}, 1000, "by the clock"),
+        ({str(i): ("S", 0.09) for i in range(16)}, 1000, r"by the clock \(90 CPU seconds\)"),
+        # No /proc.
+        ({}, 1000, "by the clock"),
+    ],
+    ids=["spins", "waits", "polls", "starved", "disk", "many threads", "unknown"],
+)
+def test_what_counts_as_a_hang(threads, ends, message, monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(time_limits.time, "monotonic", lambda: clock)
+
+    def read(process):
+        return {name: time_limits._Thread(state, BEFORE + share * clock) for name, (state, share) in threads.items()}
+
+    monkeypatch.setattr(time_limits, "_threads", read)
+    watchdog = time_limits.Watchdog(0, LIMIT)
+    while clock < ends - 0.5:
+        clock += 0.5
+        watchdog.look()
+    clock = ends
+    with pytest.raises(time_limits.HangError, match=message):
+        watchdog.look()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc")
+def test_what_a_process_starts_is_looked_at_too():
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        assert {str(os.getpid()), str(child.pid)} <= time_limits._threads(os.getpid()).keys()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_only_on_a_cpu_the_largest_cases_may_take_longer():
+    case = workbench.find("flash").load("suite").find("xl")
+    assert (case.time_limit("cpu"), case.time_limit("cuda")) == (suite.LONG_TIME_LIMIT, suite.TIME_LIMIT)
+
+
+def test_what_has_not_begun_within_the_budget_is_skipped():
+    def never(q, k, v, **options):
+        raise AssertionError
+
+    report = verify("flash", never, configs=["T=5", "T=6"], dtypes=["fp32"], search=20, budget=0)
+    assert (len(report.skipped), len(report.results), report.passed) == (3, 3, False)
 
 
 def test_results_come_in_order_and_what_is_printed_stays_out(capfd):
@@ -131,6 +226,7 @@ def test_a_script_without_a_guard(tmp_path):
     [
         ({"rtol": float("nan")}, "rtol is nan"),
         ({"atol": -1.0}, "atol is -1.0"),
+        ({"budget": float("nan")}, "budget is nan"),
         ({"configs": ["H=3,Hk=2"]}, "H=3 is not a multiple of Hk=2"),
         ({"configs": ["T=-5"]}, "must not be negative"),
         ({"configs": ["window=3"]}, "expected two limits"),
@@ -207,7 +303,7 @@ def test_a_planted_bug_that_hangs_in_company_is_judged_alone(monkeypatch):
     monkeypatch.setattr(api, "implementations", lambda: [kernels])
     together = []
 
-    def run_jobs(jobs):
+    def run_jobs(jobs, budget):
         together.append(len(jobs))
         for job in jobs:
             alone = len(jobs) == 1

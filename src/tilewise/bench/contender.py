@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.bench.result import Verified
-from tilewise.verify.api import implementations
 from tilewise.verify.implementation import flat_outputs, load_function
+from tilewise.verify.plan import implementations
 from tilewise.verify.result import Check, Implementation, Result, Settings
 from tilewise.verify.suite import Problem, Tensors
 from tilewise.workbench.operator import Benchmark, Operator, UsageError

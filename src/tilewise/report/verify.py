@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewise.report import STEPS, render, steps_legend, to_mention
+from tilewise.verify.bias import biases
 from tilewise.verify.compare import Comparison, Failure
 from tilewise.verify.diagnose import HeatMap
 from tilewise.verify.result import WARNING, Implementation, Report, Result
+from tilewise.verify.text import skips
 
 # Up to this many tiles, cells are wide enough to show their number.
 WIDE_TILES = 16
@@ -38,6 +40,7 @@ def render_html(
             for finding in result.findings
             if finding.severity == WARNING
         ],
+        biases=biases(report.results),
         caught=sum(mutant.caught for mutant in report.mutants),
         mutants=sorted(report.mutants, key=lambda mutant: mutant.caught),
         environment=environment,
@@ -103,6 +106,11 @@ class Group:
         """How many of them failed."""
         return sum(bool(one.anchor) for one in self.members)
 
+    @property
+    def skipped(self) -> int:
+        """How many of them were not run."""
+        return sum(one.result.skipped for one in self.members)
+
 
 def _sentences(report: Report) -> list[str]:
     """The verdict in words, with every reason against it."""
@@ -112,12 +120,16 @@ def _sentences(report: Report) -> list[str]:
     if report.results:
         count, failed = len(report.results), len(report.failures)
         all_passed = "The only check passed." if count == 1 else f"All {count} checks passed."
-        sentences.append(f"{failed} of {count} checks failed." if failed else all_passed)
+        passed = f"{count - len(report.skipped)} of {count} checks passed." if report.skipped else all_passed
+        sentences.append(f"{failed} of {count} checks failed." if failed else passed)
     if report.mutants:
-        planted, away = len(report.mutants), sum(not mutant.caught for mutant in report.mutants)
+        planted, caught = len(report.mutants), sum(mutant.caught for mutant in report.mutants)
+        away = planted - caught - sum(mutant.skipped for mutant in report.mutants)
         all_caught = "The only planted bug was caught." if planted == 1 else f"All {planted} planted bugs were caught."
-        sentences.append(f"{away} of {planted} planted bugs got away." if away else all_caught)
-    return sentences
+        some_caught = all_caught if caught == planted else f"{caught} of {planted} planted bugs were caught."
+        sentences.append(f"{away} of {planted} planted bugs got away." if away else some_caught)
+    skipped = skips(report)
+    return [*sentences, f"{skipped}."] if skipped else sentences
 
 
 def _shown(results: list[Result]) -> list[Shown]:
@@ -130,7 +142,7 @@ def _shown(results: list[Result]) -> list[Shown]:
                 size = sum(len(row) for row in heat.cells)
                 maps[comparison.name] = _map(heat, size <= left, _measure(comparison, heat))
                 left -= size if size <= left else 0
-        shown.append(Shown(result, "" if result.passed else f"check-{number}", maps))
+        shown.append(Shown(result, "" if result.passed or result.skipped else f"check-{number}", maps))
     return shown
 
 

@@ -1,21 +1,20 @@
-"""verify, as a Python function: what the command line runs, and what other projects call; and which checks a run
-consists of.
-"""
+"""verify, as a Python function: what the command line runs, and what other projects call."""
 
-import os
-import tempfile
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from tilewise import interpreter, workbench
+from tilewise.verify.compare import UNFIT
+from tilewise.verify.drawing import INTERPRETED, LONGEST, Draw, for_each
 from tilewise.verify.implementation import check_signature
+from tilewise.verify.plan import DTYPES, implementations, plan, planted
 from tilewise.verify.result import HANG, INTERNAL, SEED, Check, Implementation, MutantResult, Report, Result, Settings
 from tilewise.verify.suite import Mutant, Suite
+from tilewise.verify.time_limits import BUDGET, Budget
 from tilewise.verify.worker import Job, one_process, run_jobs
 from tilewise.workbench.operator import GROWTH, Operator, UsageError
-
-DTYPES = ("fp32", "fp16", "bf16")
 
 
 def verify(
@@ -33,6 +32,8 @@ def verify(
     search: int = 0,
     mutants: bool = False,
     everything: bool = False,
+    budget: float = BUDGET,
+    uses: Sequence[str] = (),
 ) -> Report:
     """Check an implementation of an operator against its reference: outputs, gradients, edge cases.
 
@@ -44,42 +45,52 @@ def verify(
         configs: names of cases, or problems written out (`T=65,D=16,causal=true`); by default the standard ones.
         dtypes: of fp32, fp16 and bf16.
         seed: of random inputs.
-        fill: `random` (by `seed`), `range` or `range-raw`.
+        fill: a law of random values (by `seed`): `random`, `one-signed`, `heavy-tails`, `small-head`, `constant` or
+            `zero`; or a rule: `range` or `range-raw`.
         gradients: whether gradients are checked too.
         repeat: how many runs must agree bit for bit.
         rtol, atol: judge by these in place of eager torch's error.
         search: how many further cases to draw.
         mutants: also score the same checks by planted bugs.
         everything: check our own backends in every dtype where there is no GPU too.
+        budget: minutes; what has not begun by then is skipped, and the report does not pass.
+        uses: nothing but these ways of using it (`tilewise verify --list` has them, `all` is all of them), of `configs`
+            or of a small case; without it all of them, of a small case and a drawn one, besides the standard cases.
 
     Raises:
         UsageError: with what to do, where the request itself is wrong.
     """
     settings = Settings(seed, fill, gradients, repeat, rtol, atol)
     operator = workbench.find(op)
+    left = Budget(budget)
     if callable(impl):
-        report = _verify_here(operator, impl, configs, dtypes, settings, search)
+        report = _verify_here(operator, impl, configs, dtypes, settings, search, left, uses)
     else:
         interpreter.use_where_no_gpu()
-        checks = plan(operator, impl, configs, dtypes, settings, everything)
-        report = Report(in_order(run_checks(checks), checks))
+        checks = plan(operator, impl, configs, dtypes, settings, everything, uses)
+        report = Report(in_order(run_checks(checks, left), checks))
         if search:
-            report.results += search_failures(operator, impl, search, dtypes, settings)
-    if search:
+            report.results += search_failures(operator, impl, search, dtypes, settings, left)
+    # A search that ended early did not draw as many. Other uses are skipped for a reason of their own.
+    if search and not any(result.skipped and not result.check.use for result in report.results):
         report.searched[op] = search
     if mutants:
-        report.mutants += score(operator, configs, dtypes, settings)
+        report.mutants += score(operator, configs, dtypes, settings, left)
     return report
 
 
-def run_checks(checks: Sequence[Check]) -> Iterator[Result]:
+def run_checks(checks: Sequence[Check], budget: Budget | None = None) -> Iterator[Result]:
     """Their results as they come, from separate processes.
 
     Someone else's function is checked in order, the smallest case first. Of ours an operator's dearest checks go first:
     a long one at the end would leave the other processes idle.
     """
     external = any(check.implementation.external for check in checks)
-    for results in run_jobs([Job((check,)) for check in (checks if external else _by_work(checks))]):
+    # Uses of one case share its ordinary use, and so a process.
+    jobs: dict[tuple[Check, bool], list[Check]] = {}
+    for check in checks if external else _by_work(checks):
+        jobs.setdefault((replace(check, use=""), bool(check.use)), []).append(check)
+    for results in run_jobs([Job(tuple(job)) for job in jobs.values()], budget):
         yield from results
 
 
@@ -102,20 +113,30 @@ def in_order(results: Iterable[Result], checks: Sequence[Check]) -> list[Result]
 
 
 def search_failures(
-    operator: Operator, impl: str | None, count: int, dtypes: Sequence[str], settings: Settings
+    operator: Operator,
+    impl: str | None,
+    count: int,
+    dtypes: Sequence[str],
+    settings: Settings,
+    budget: Budget | None = None,
 ) -> list[Result]:
-    """For each implementation the smallest failure among `count` drawn cases, where there is one."""
+    """For each implementation the smallest failure among `count` drawn cases, where there is one; and the first case
+    that was skipped, where the search ended before.
+    """
     failures = []
     for implementation in implementations(impl):
         suite: Suite = operator.load("suite")
-        with one_process([case.name for case in suite.cases] if implementation.external else ()) as run:
-            found = find_failure(operator, implementation, count, dtypes, settings, run)
-        failures += [found] if found else []
+        with one_process([case.name for case in suite.cases] if implementation.external else (), budget) as run:
+            failures += find_failure(operator, implementation, count, dtypes, settings, run)
     return failures
 
 
 def score(
-    operator: Operator, configs: Sequence[str], dtypes: Sequence[str], settings: Settings
+    operator: Operator,
+    configs: Sequence[str],
+    dtypes: Sequence[str],
+    settings: Settings,
+    budget: Budget | None = None,
 ) -> Iterator[MutantResult]:
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
@@ -130,23 +151,30 @@ def score(
     # One dtype after the other: most bugs show in any.
     order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
     checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
-    jobs = [Job(checks, mutant.name, until_failure=True) for mutant in mutants]
+    # One that shows in one use alone passes all of them.
+    uses = plan(operator, None, (), order[:1], settings)
+    jobs = []
+    for mutant in mutants:
+        used = tuple(check for check in uses if check.use == mutant.use and check.implementation == kernels)
+        jobs.append(Job(used if mutant.use and not configs else checks, mutant.name, until_failure=True))
     again = []
-    for mutant, job, results in zip(mutants, jobs, run_jobs(jobs), strict=True):
+    for mutant, job, results in zip(mutants, jobs, run_jobs(jobs, budget), strict=True):
         if kernels.device == "cuda" and HANG in results[-1].statuses:
             again.append((mutant, job))
         else:
             yield _scored(operator, mutant, results[-1])
     # The others shared this GPU: it counts as a hang only if the bug hangs alone.
     for mutant, job in again:
-        (results,) = run_jobs([job])
+        (results,) = run_jobs([job], budget)
         yield _scored(operator, mutant, results[-1])
 
 
 def _scored(operator: Operator, mutant: Mutant, last: Result) -> MutantResult:
     if INTERNAL in last.statuses:
         raise RuntimeError(f"verify itself failed on the planted bug {mutant.name}: {last.findings[0].message}")
-    caught = "" if last.passed else f"{last.check.case} {last.check.dtype}"
+    if last.skipped:
+        return MutantResult(operator.name, mutant.name, mutant.about, "", last.findings[0].message, skipped=True)
+    caught = "" if last.passed else " ".join(filter(None, (last.check.use, last.check.case, last.check.dtype)))
     return MutantResult(operator.name, mutant.name, mutant.about, caught, ", ".join(last.statuses))
 
 
@@ -157,22 +185,36 @@ def _verify_here(
     dtypes: Sequence[str],
     settings: Settings,
     search: int,
+    budget: Budget,
+    uses: Sequence[str],
 ) -> Report:
     from tilewise.verify.run import Runner
 
     name = getattr(function, "__qualname__", type(function).__name__)
-    checks = plan(operator, name, configs, dtypes, settings)
+    checks = plan(operator, name, configs, dtypes, settings, uses=uses)
     suite: Suite = operator.load("suite")
     named = [suite.find(case) for case in dict.fromkeys(check.case for check in checks) if case != GROWTH]
     check_signature(function, name, suite.cases if search else named)
     runner = Runner(operator, function)
-    results = [runner.run(check) for check in checks]
-    found = find_failure(operator, checks[0].implementation, search, dtypes, settings, runner.run) if search else None
-    return Report(results + ([found] if found else []))
+
+    def run(check: Check) -> Result:
+        return budget.skip(check) or runner.run(check)
+
+    results = [run(check) for check in checks]
+    found = find_failure(operator, checks[0].implementation, search, dtypes, settings, run) if search else []
+    return Report(results + found)
 
 
 class _FailedError(Exception):
     pass
+
+
+def _says_nothing(result: Result) -> bool:
+    """Whether nothing failed but that tensors are unfit, as in a drawn case they may be: their rounding outweighs them.
+
+    What is beyond even the limit that says nothing is wrong all the same.
+    """
+    return result.statuses == (UNFIT,) and not any(c.failure and c.share > 1 for c in result.comparisons)
 
 
 def find_failure(
@@ -182,122 +224,56 @@ def find_failure(
     dtypes: Sequence[str],
     settings: Settings,
     run: Callable[[Check], Result],
-) -> Result | None:
-    """Try `count` drawn cases; the smallest failure found, or None."""
+) -> list[Result]:
+    """Try `count` drawn cases: the smallest failure, if there is one, and the first that was skipped, if any was."""
     import hypothesis
     from hypothesis import strategies as st
 
     suite: Suite = operator.load("suite")
+    passed: set[Check] = set()
     smallest: Result | None = None
+    skipped: Result | None = None
+    longest = INTERPRETED if _is_interpreted(operator, implementation, dtypes, settings, run) else LONGEST
 
-    @st.composite
-    def checks(draw: Callable[[Any], Any]) -> Check:
-        problem = suite.draw(draw)
+    def check(draw: Draw) -> Check:
+        problem = suite.draw(draw, longest)
         # A problem with only defaults is written as an empty string: name its first field.
         text = str(problem) or "B=1"
-        return Check(operator.name, implementation, text, draw(st.sampled_from(tuple(dtypes))), settings)
+        dtype = draw(st.sampled_from(tuple(dtypes)))
+        drawn = settings
+        if settings.fill == "random":
+            drawn = replace(settings, fill=draw(st.sampled_from(("random", *suite.laws))))
+        return Check(operator.name, implementation, text, dtype, drawn)
 
-    @hypothesis.seed(settings.seed)
-    @hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        print_blob=False,
-    )
-    @hypothesis.given(checks())
     def trial(check: Check) -> None:
-        nonlocal smallest
+        nonlocal smallest, skipped
+        # Once one is skipped, so are all others.
+        if skipped or check in passed:
+            return
         result = run(check)
-        if not result.passed:
+        if result.skipped:
+            skipped = result
+        elif result.passed or _says_nothing(result):
+            passed.add(check)
+        else:
             # The last failure that hypothesis shows is the smallest.
             smallest = result
             raise _FailedError
 
-    # Hypothesis's other files are not left in the user's working directory.
-    hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "tilewise-hypothesis")
-    try:
-        trial()
-    except (_FailedError, hypothesis.errors.Flaky):
-        # Flaky: a second run of the same case passed. Failing once is still a finding.
-        return smallest
-    return None
+    # Flaky: a second run of the same case passed, or was skipped. Failing once is still a finding.
+    with contextlib.suppress(_FailedError, hypothesis.errors.Flaky):
+        for_each(check, trial, settings.seed, count)
+    return [result for result in (smallest, skipped) if result]
 
 
-def implementations(external: str | None = None) -> list[Implementation]:
-    """What can be checked here: `external` alone, or every backend (TILEWISE_BACKEND chooses one of them)."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    if external:
-        return [Implementation(external, "cuda" if gpu else "cpu", external=True)]
-    from tilewise.ops._host.backend import interpreting
-
-    found = (
-        [Implementation("triton", "cpu" if interpreting() else "cuda", interpreted=interpreting())]
-        if interpreting() or gpu
-        else []
-    )
-    found.append(Implementation("cpu", "cpu"))
-    wanted = os.environ.get("TILEWISE_BACKEND")
-    chosen = [implementation for implementation in found if wanted in (None, "", implementation.name)]
-    if not chosen:
-        raise UsageError(
-            f"TILEWISE_BACKEND is {wanted!r}: expected one that runs here, {' or '.join(i.name for i in found)}"
-        )
-    return chosen
-
-
-def planted(operator: Operator) -> tuple[Mutant, ...]:
-    """The bugs whose kernels run here."""
-    import torch
-
-    from tilewise.ops._host.backend import interpreting
-
-    suite: Suite = operator.load("suite")
-    compiled = torch.cuda.is_available() and not interpreting()
-    return suite.planted(torch.cuda.get_device_capability() if compiled else None)
-
-
-def plan(
+def _is_interpreted(
     operator: Operator,
-    external: str | None,
-    configs: Sequence[str],
+    implementation: Implementation,
     dtypes: Sequence[str],
     settings: Settings,
-    everything: bool = False,
-) -> list[Check]:
-    """The standard checks of an operator, or those of the cases in `configs`.
-
-    Cases in `configs` are checked in every dtype, and so are the standard ones, except for our own backends without a
-    GPU, where each check is slow: there, unless `everything` is asked for, a case runs in one dtype, in turn, and in
-    another one on the next backend.
-    """
-    suite: Suite = operator.load("suite")
-    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
-    if not dtypes:
-        raise UsageError(f"no dtype was given: expected some of {','.join(DTYPES)}")
-    for name, tolerance in (("rtol", settings.rtol), ("atol", settings.atol)):
-        if tolerance is not None and not 0 <= tolerance < float("inf"):
-            raise UsageError(f"{name} is {tolerance}: expected a number from 0 on")
-    if unknown:
-        raise UsageError(f"there is no dtype {unknown[0]!r}: expected some of {','.join(DTYPES)}")
-    try:
-        chosen = [config if config == GROWTH else suite.find(config).name for config in configs]
-    except ValueError as error:
-        raise UsageError(f"{operator.name}: {error}") from None
-    turns: dict[str, int] = {}
-    checks = []
-    for implementation in implementations(external):
-        standard = suite.standard(implementation.device, implementation.interpreted, everything or bool(external))
-        names = chosen or [case.name for case in standard]
-        for i, name in enumerate(names):
-            # The first, `small`, takes the last dtype: what is probed in one dtype alone is probed in that.
-            turns[name] = turns.get(name, i - 2) + 1
-            one = implementation.device == "cpu" and not (everything or external or chosen)
-            here = [dtypes[turns[name] % len(dtypes)]] if one else dtypes
-            checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in here]
-        if not chosen:
-            checks.append(Check(operator.name, implementation, GROWTH, dtypes[-1], settings))
-    return checks
+    run: Callable[[Check], Result],
+) -> bool:
+    """Whether Triton interprets kernels of it: of others' functions a small case tells, whatever its result."""
+    if implementation.external and implementation.device == "cpu":
+        return run(Check(operator.name, implementation, "small", dtypes[-1], settings)).interpreted
+    return implementation.interpreted

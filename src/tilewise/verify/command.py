@@ -10,7 +10,8 @@ from rich.text import Text
 
 from tilewise import doctor, workbench
 from tilewise.doctor import environment
-from tilewise.verify.api import in_order, plan, planted, run_checks, score, search_failures
+from tilewise.verify.api import in_order, run_checks, score, search_failures
+from tilewise.verify.plan import plan, planted
 from tilewise.verify.result import NOTE, Check, Report, Result, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import (
@@ -23,6 +24,8 @@ from tilewise.verify.text import (
     verdict_lines,
     worst_of,
 )
+from tilewise.verify.time_limits import Budget
+from tilewise.verify.uses import USES
 from tilewise.workbench.operator import Operator, UsageError
 
 STYLES = {"✓": "green", "✗": "red", "PASS": "green", "FAIL": "red"}
@@ -40,6 +43,9 @@ class Request:
     search: int
     mutants: bool
     everything: bool
+    # Minutes.
+    budget: float
+    uses: Sequence[str]
     json: Path | None
     html: Path | None
     fail_fast: bool
@@ -58,13 +64,8 @@ def run_request(request: Request, console: Console) -> bool:
                 f"{path}: expected the name of a"
                 f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
             )
-    plans = [
-        (
-            operator,
-            plan(operator, request.impl, request.configs, request.dtypes, request.settings, request.everything),
-        )
-        for operator in operators
-    ]
+    what = request.impl, request.configs, request.dtypes, request.settings, request.everything, request.uses
+    plans = [(operator, plan(operator, *what)) for operator in operators]
     report = Report()
     progress = _Progress(console, request, plans)
     try:
@@ -95,6 +96,9 @@ def run_request(request: Request, console: Console) -> bool:
 
 def list_cases(operators: Sequence[str], console: Console) -> None:
     """What can be asked for by name."""
+    console.print("[bold]ways of using each of them[/] (--use)", highlight=False)
+    for name, use in USES.items():
+        console.print(f"  {name:<16} {use.about}", highlight=False)
     for operator in [workbench.find(name) for name in operators or workbench.names("suite")]:
         suite = _suite(operator)
         console.print(f"[bold]{operator.name}[/]: {operator.summary}", highlight=False)
@@ -109,32 +113,36 @@ def list_cases(operators: Sequence[str], console: Console) -> None:
 
 def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[list[str]]:
     """Lines of each result as it comes; fills the report."""
+    budget = Budget(request.budget)
 
     def lines(result: Result) -> list[str]:
         said = any(finding.severity != NOTE for finding in result.findings)
-        if request.verbosity > 1 or said or not result.passed:
+        if not result.skipped and (request.verbosity > 1 or said or not result.passed):
             return result_lines(result, request.verbosity > 1)
         return [check_line(result)] if request.verbosity else []
 
     planned = [check for _, checks in plans for check in checks]
-    for result in run_checks(planned):
+    for result in run_checks(planned, budget):
         report.results.append(result)
         yield lines(result)
-        if request.fail_fast and not result.passed:
+        if request.fail_fast and not (result.passed or result.skipped):
             return
     report.results = in_order(report.results, planned)
     for operator, _ in plans:
         if request.search:
-            report.searched[operator.name] = request.search
-            for result in search_failures(operator, request.impl, request.search, request.dtypes, request.settings):
+            what = request.impl, request.search, request.dtypes, request.settings
+            found = search_failures(operator, *what, budget)
+            if not any(result.skipped for result in found):
+                report.searched[operator.name] = request.search
+            for result in found:
                 report.results.append(result)
                 yield lines(result)
                 if request.fail_fast:
                     return
         if request.mutants:
-            for mutant in score(operator, request.configs, request.dtypes, request.settings):
+            for mutant in score(operator, request.configs, request.dtypes, request.settings, budget):
                 report.mutants.append(mutant)
-                yield [mutant_line(mutant)]
+                yield [] if mutant.skipped else [mutant_line(mutant)]
 
 
 def _operators(request: Request) -> list[Operator]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.verify.bias import signed_error
 from tilewise.verify.diagnose import HeatMap, diagnose, heat_map
 
 # How many times eager torch's error an implementation may make.
@@ -68,6 +69,8 @@ class Comparison:
     failure: Failure | None = None
     # The error as a share of what is allowed, by element or by root mean square, whichever is larger: above 1 it fails.
     share: float = math.nan
+    # The mean of the signed difference, in units of the last place.
+    bias: float = math.nan
 
     @property
     def passed(self) -> bool:
@@ -138,13 +141,14 @@ def limits_from_eager(
     gradient: bool = False,
     floor: float = 0.0,
     further: torch.Tensor | None = None,
+    alike: bool = False,
 ) -> Limits:
     """Limits from what `eager` torch makes of `truth` in its precision, and from a `further` error that the contract
     itself costs.
 
     The largest error and the root mean square error may be 2 times eager's (3 times for gradients), each with a floor:
     what rounding alone may cost the largest value, and `floor` times that value. Where the truth is zero everywhere by
-    definition, only eager's own error is allowed.
+    definition, only eager's own error is allowed. Numbers that are all `alike` are all rounded alike.
     """
     expected = truth[truth.isfinite()].double()
     if expected.numel() == 0:
@@ -152,12 +156,12 @@ def limits_from_eager(
     error = (eager[truth.isfinite()].double() - expected).abs()
     if further is not None:
         error += further[truth.isfinite()].abs()
-    # A root mean square error is well below half of the worst case.
     floor = floor + rounding_floor(eager.dtype, eager.device)
     factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
     return Limits(
         max(factor * error.max().item(), floor * expected.abs().max().item()),
-        max(factor * _rms(error), floor / 2 * _rms(expected)),
+        # Unless all errors are the same, their root mean square is well below half of the worst case.
+        max(factor * _rms(error), floor / (1 if alike else 2) * _rms(expected)),
     )
 
 
@@ -207,7 +211,8 @@ def compare(
     share = _share(diff, allowed)
     if limits.rtol is None:
         share = max(share, _share(torch.tensor(_rms(diff)), limits.rms))
-    return Comparison(name, max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff, largest, failure, share)
+    statistics = max_diff, mean_diff, std_diff, max_rel_diff, mean_rel_diff
+    return Comparison(name, *statistics, largest, failure, share, signed_error(actual[finite], expected))
 
 
 def compare_tensors(

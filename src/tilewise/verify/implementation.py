@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,68 @@ class ModifiedError(Exception):
     """The function changed a gradient that it was given."""
 
 
+def leaves_of(inputs: Tensors, wanted: Collection[str]) -> Tensors:
+    """The inputs, detached: those that are `wanted` require grad. Inputs that are one tensor stay one."""
+    once = {id(x): x.detach() for x in inputs.values()}
+    for name in wanted:
+        once[id(inputs[name])].requires_grad_()
+    return {name: once[id(x)] for name, x in inputs.items()}
+
+
+def outputs_of(
+    problem: Problem, function: Callable[..., Any], leaves: Tensors, may_lack: Sequence[str] = (), **further: Any
+) -> Tensors:
+    """What `function` returns, by name. The outputs that it `may_lack`, the last, are all there or none is."""
+    returned = function(**problem.arguments(leaves), **problem.options(), **further)
+    return _named(problem, returned, next(iter(leaves.values())).device, may_lack)
+
+
+def copies(outputs: Tensors) -> dict[str, torch.Tensor | None]:
+    """Clones: an implementation may hand out the same memory again."""
+    return {name: x.detach().clone() for name, x in outputs.items()}
+
+
+def gradients_of(
+    problem: Problem,
+    outputs: Tensors,
+    leaves: Tensors,
+    dtype: torch.dtype,
+    incoming: Incoming,
+    retain_graph: bool = False,
+) -> dict[str, torch.Tensor | None]:
+    """The gradients of the leaves that require one, None for those that get none.
+
+    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs), not to the precision of the
+    leaves: all runs see the same.
+    """
+    wanted = [name for name, x in leaves.items() if x.requires_grad]
+    heads = {name: x for name, x in outputs.items() if x.requires_grad}
+    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
+    if heads and wanted:
+        arriving = [
+            incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype)
+            for name, x in heads.items()
+        ]
+        # Where inputs have custom strides, so do the incoming gradients.
+        strided = not all(x.is_contiguous() for x in leaves.values())
+        arriving = [
+            _laid_out(gradient.to(x.device, x.dtype), strided)
+            for gradient, x in zip(arriving, heads.values(), strict=True)
+        ]
+        before = [gradient.clone() for gradient in arriving]
+        gradients = torch.autograd.grad(
+            list(heads.values()),
+            [leaves[name] for name in wanted],
+            arriving,
+            allow_unused=True,
+            retain_graph=retain_graph,
+        )
+        for name, gradient, copy in zip(heads, arriving, before, strict=True):
+            if not torch.equal(gradient, copy):
+                raise ModifiedError(f"the incoming gradient of {name} is not what it was before the backward")
+    return {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+
+
 def evaluate(
     problem: Problem,
     function: Callable[..., Any],
@@ -126,47 +188,16 @@ def evaluate(
     may_lack: Sequence[str] = (),
     **further: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """What `function` returns, by name; with `incoming` also the gradients of its floating inputs, None for those that
-    get none. The outputs that it `may_lack`, the last, are all there or none is.
+    """What `function` returns, by name; with `incoming` also the gradients of its floating inputs."""
+    leaves = leaves_of(inputs, floating(inputs) if incoming else ())
+    outputs = outputs_of(problem, function, leaves, may_lack, **further)
+    results = copies(outputs)
+    return results | gradients_of(problem, outputs, leaves, dtype, incoming) if incoming else results
 
-    Incoming gradients are rounded to `dtype` (fp32 for the problem's exact outputs), not to the precision of `inputs`:
-    all runs see the same.
-    """
-    leaves = {
-        name: x.detach().requires_grad_(incoming is not None and x.is_floating_point()) for name, x in inputs.items()
-    }
-    outputs = _named(
-        problem,
-        function(**problem.arguments(leaves), **problem.options(), **further),
-        next(iter(inputs.values())).device,
-        may_lack,
-    )
-    # Clones: an implementation may hand out the same memory again.
-    results: dict[str, torch.Tensor | None] = {name: x.detach().clone() for name, x in outputs.items()}
-    if incoming is None:
-        return results
-    wanted = [name for name, x in leaves.items() if x.requires_grad]
-    heads = {name: x for name, x in outputs.items() if x.requires_grad}
-    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
-    if heads:
-        arriving = [
-            incoming(name, tuple(x.shape)).to(torch.float32 if name in problem.exact else dtype)
-            for name, x in heads.items()
-        ]
-        # Where inputs have custom strides, so do the incoming gradients.
-        strided = not all(x.is_contiguous() for x in inputs.values())
-        arriving = [
-            _laid_out(gradient.to(x.device, x.dtype), strided)
-            for gradient, x in zip(arriving, heads.values(), strict=True)
-        ]
-        before = [gradient.clone() for gradient in arriving]
-        gradients = torch.autograd.grad(
-            list(heads.values()), [leaves[name] for name in wanted], arriving, allow_unused=True
-        )
-        for name, gradient, copy in zip(heads, arriving, before, strict=True):
-            if not torch.equal(gradient, copy):
-                raise ModifiedError(f"the incoming gradient of {name} is not what it was before the backward")
-    return results | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+
+def floating(inputs: Tensors) -> list[str]:
+    """Those that are differentiated."""
+    return [name for name, x in inputs.items() if x.is_floating_point()]
 
 
 def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:

@@ -22,6 +22,9 @@ PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (
     "wrong choice",
 )
 NOT_JUDGED = "not judged"
+CHANGES_SETTINGS = "changes global settings"
+# Not run; the message says why.
+SKIPPED = "skipped"
 
 
 class Implementation(NamedTuple):
@@ -58,7 +61,8 @@ class Settings:
     def arguments(self) -> list[str]:
         """As the command line takes them."""
         words = ["--seed", str(self.seed)] if self.seed != SEED else []
-        words += [f"--{self.fill}"] if self.fill != "random" else []
+        if self.fill != "random":
+            words += [f"--{self.fill}"] if self.fill in ("range", "range-raw") else ["--fill", self.fill]
         words += [] if self.gradients else ["--no-grad"]
         for name in ("repeat", "rtol", "atol"):
             words += [f"--{name}", str(getattr(self, name))] if getattr(self, name) is not None else []
@@ -67,17 +71,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """One case of one implementation in one dtype; `case` is a name or a problem written out."""
+    """One case of one implementation in one dtype; `case` is a name or a problem written out.
+
+    With a `use` (uses.py), the case is used in that way, and compared with the ordinary one.
+    """
 
     operator: str
     implementation: Implementation
     case: str
     dtype: str
     settings: Settings = Settings()
+    use: str = ""
+
+    @property
+    def written_out(self) -> bool:
+        """Whether the case is a problem written out, and not one that an operator names."""
+        return "=" in self.case
 
     def command(self) -> str:
         """The command that repeats this check."""
         words = ["tilewise", "verify", self.operator, "--config", self.case, "--dtype", self.dtype]
+        words += ["--use", self.use] if self.use else []
         words += ["--impl", self.implementation.name] if self.implementation.external else []
         backend = "" if self.implementation.external else f"TILEWISE_BACKEND={self.implementation.name} "
         return backend + shlex.join(words + self.settings.arguments())
@@ -101,11 +115,22 @@ class Result:
     comparisons: tuple[Comparison, ...] = ()
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
+    # Whether Triton interpreted kernels of it.
+    interpreted: bool = False
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was not run."""
+        return any(finding.status == SKIPPED for finding in self.findings)
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is right and nothing else was found that fails."""
-        return all(c.passed for c in self.comparisons) and all(finding.severity != FAILURE for finding in self.findings)
+        """Whether it was run, every tensor is right and nothing else was found that fails."""
+        return (
+            not self.skipped
+            and all(c.passed for c in self.comparisons)
+            and all(finding.severity != FAILURE for finding in self.findings)
+        )
 
     @property
     def statuses(self) -> tuple[str, ...]:
@@ -122,13 +147,14 @@ class Result:
 
 @dataclass(frozen=True)
 class MutantResult:
-    """Whether a planted bug was caught, and by which check."""
+    """Whether a planted bug was caught, and by which check; of one that was skipped, `status` says why."""
 
     operator: str
     name: str
     about: str
     caught_by: str
     status: str
+    skipped: bool = False
 
     @property
     def caught(self) -> bool:
@@ -157,4 +183,9 @@ class Report:
     @property
     def failures(self) -> list[Result]:
         """The checks that failed."""
-        return [result for result in self.results if not result.passed]
+        return [result for result in self.results if not result.passed and not result.skipped]
+
+    @property
+    def skipped(self) -> list[Result]:
+        """The checks that were not run."""
+        return [result for result in self.results if result.skipped]

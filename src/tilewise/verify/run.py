@@ -1,22 +1,26 @@
 """One check: the function under test against fp64 truth and eager torch in the same precision, all with gradients."""
 
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from tilewise import interpreter
 from tilewise._interpreter_speed import idle
+from tilewise.verify import uses
+from tilewise.verify.attempt import Attempt, are_within, differing, error_finding, gpu_answers, memory_of, same_bits
 from tilewise.verify.compare import NON_FINITE, UNFIT, Comparison, Limits, compare, is_telling, limits_from_eager
-from tilewise.verify.eager import ProductsThroughFp32
-from tilewise.verify.implementation import Incoming, ModifiedError, WrongReturnError, accepted, evaluate, pinned
+from tilewise.verify.eager import ProductsThroughFp32, SlopesRounded
+from tilewise.verify.implementation import Incoming, ModifiedError, accepted, evaluate, pinned
 from tilewise.verify.result import (
     BATCH_ORDER,
+    CHANGES_SETTINGS,
     CHOICE,
-    ERROR,
     FAILURE,
     MEMORY,
     MODIFIED,
@@ -25,6 +29,7 @@ from tilewise.verify.result import (
     NOTE,
     OVERRUN,
     PADDING,
+    SKIPPED,
     STRIDED,
     UNREPEATABLE,
     UNWRITTEN,
@@ -33,7 +38,19 @@ from tilewise.verify.result import (
     Finding,
     Result,
 )
-from tilewise.verify.suite import Problem, Suite, Tensors, make_fill, place, reverse, sequences
+from tilewise.verify.state import State
+from tilewise.verify.suite import (
+    GUARD,
+    RULES,
+    Problem,
+    Suite,
+    Tensors,
+    make_fill,
+    make_inputs,
+    place,
+    reverse,
+    sequences,
+)
 from tilewise.verify.watch import Watch, grows_as_square, peak_memory
 from tilewise.workbench.operator import GROWTH, Operator
 
@@ -43,13 +60,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PROBED_DTYPE = "bf16"
 
 
-class Attempt(NamedTuple):
-    """One run of the function: its results, and other findings."""
-
-    results: dict[str, torch.Tensor | None]
-    findings: tuple[Finding, ...] = ()
-
-
 class Runner:
     """Checks of one function, called as the operator's public function is."""
 
@@ -57,20 +67,40 @@ class Runner:
         self._reference = operator.load("reference")
         self._suite: Suite = operator.load("suite")
         self._function = function
+        # Of the last case that was used in some way; None where it fails.
+        self._ordinary: tuple[Check, uses.Ordinary | None] | None = None
 
     def run(self, check: Check) -> Result:
         """Make the check.
 
         What the function raises is a finding; a ValueError says that the check names no known case.
         """
-        started = time.perf_counter()
+        started, launches = time.perf_counter(), interpreter.launches()
         if check.case == GROWTH:
             return Result(check, findings=self._growth(check), seconds=time.perf_counter() - started)
+        if check.use:
+            return Result(check, findings=self._use(check), seconds=time.perf_counter() - started)
+        comparisons, findings = self._single(check).judge()
+        interpreted = interpreter.launches() > launches
+        return Result(check, comparisons, findings, time.perf_counter() - started, interpreted)
+
+    def _single(self, check: Check) -> "_Single":
         problem = self._suite.find(check.case).problem
         with pinned():
-            single = _Single(self._reference, self._function, problem, check)
-        comparisons, findings = single.judge()
-        return Result(check, comparisons, findings, time.perf_counter() - started)
+            return _Single(self._reference, self._function, problem, check)
+
+    def _use(self, check: Check) -> tuple[Finding, ...]:
+        """Uses of one case share its ordinary use."""
+        ordinary = replace(check, use="")
+        if self._ordinary is None or self._ordinary[0] != ordinary:
+            self._ordinary = None
+            single = self._single(ordinary)
+            self._ordinary = ordinary, single.ordinary()
+        found = self._ordinary[1]
+        if found is None:
+            message = f"it fails in ordinary use: {ordinary.command()}"
+            return (Finding(SKIPPED, message, NOTE),)
+        return tuple(uses.find(check.use, found, check.implementation.external))
 
     def _growth(self, check: Check) -> tuple[Finding, ...]:
         problem = self._suite.growth
@@ -88,7 +118,7 @@ class Runner:
                 with idle() if check.implementation.interpreted else nullcontext():
                     peaks.append(peak_memory(call, single.device))
             except Exception as error:
-                return (_error(error),)
+                return (error_finding(error),)
         if not grows_as_square(peaks, max(problem.tokens())):
             return ()
         message = (
@@ -107,10 +137,13 @@ class _Single:
         self.dtype, self.device = DTYPES[check.dtype], torch.device(check.implementation.device)
         # Others' functions need not return what a backward keeps, in fp32, for itself: the LSE.
         external = check.implementation.external
-        returning = accepted(function, problem.returning) if external else problem.returning
-        self._reference, self.function = reference, partial(function, **returning)
-        self._may_lack, self._lacking = problem.exact if external else (), frozenset[str]()
-        self._values = problem.tensors(make_fill(check.settings.fill, check.settings.seed))
+        self.returning = accepted(function, problem.returning) if external else problem.returning
+        self._reference, self.bare, self._function = reference, function, partial(function, **self.returning)
+        self.may_lack: tuple[str, ...] = problem.exact if external else ()
+        self._lacking = frozenset[str]()
+        # Results of eager torch in 16 bits that fp32 took the place of.
+        self._hopeless: Tensors = {}
+        self._values = make_inputs(problem, check.settings.fill, check.settings.seed)
         self.incoming: Incoming | None = self._incoming if check.settings.gradients else None
 
     @pinned()
@@ -118,19 +151,30 @@ class _Single:
         if name in self._lacking:
             return torch.zeros(shape, dtype=torch.float64)
         seed = self.check.settings.seed + 1 + self.problem.outputs.index(name)
-        return make_fill(self.check.settings.fill, seed)(f"d{name}", shape, 1.0)
+        fill = self.check.settings.fill if self.check.settings.fill in RULES else "random"
+        return make_fill(fill, seed)(f"d{name}", shape, 1.0)
 
     @pinned()
-    def inputs(self, around: float, contiguous: bool = False) -> Tensors:
+    def inputs(self, around: float, contiguous: bool = False, guarded: bool = True) -> Tensors:
         """The inputs as the function gets them, in memory that holds `around` everywhere else."""
         return {
-            name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around)
+            name: place(x.contiguous() if contiguous else x, self.dtype, self.device, around, GUARD if guarded else 0)
             for name, x in self._values.items()
         }
 
     def call(self, inputs: Tensors, incoming: Incoming | None) -> dict[str, torch.Tensor | None]:
         """The function's results, and gradients if any arrive."""
-        return evaluate(self.problem, self.function, inputs, self.dtype, incoming, self._may_lack)
+        return evaluate(self.problem, self._function, inputs, self.dtype, incoming, self.may_lack)
+
+    def ordinary(self) -> uses.Ordinary | None:
+        """Its ordinary use, if that is right."""
+        attempt = self._attempt(self.inputs(torch.nan), self.incoming)
+        comparisons, findings = self._compare(attempt)
+        # What is unfit to be judged can still be compared bit by bit.
+        wrong = any(c.failure and c.failure.status != UNFIT for c in comparisons)
+        if wrong or any(finding.severity != NOTE for finding in findings):
+            return None
+        return uses.Ordinary(self, attempt, {c.name: c.allowed for c in comparisons})
 
     def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
         """The tensors' verdicts and other findings."""
@@ -150,24 +194,38 @@ class _Single:
         )
 
     def _attempt(self, inputs: Tensors, incoming: Incoming | None, fresh: float = torch.nan) -> Attempt:
-        before = {name: (x.clone(), _memory(x).clone()) for name, x in inputs.items()}
-        with Watch(fresh) as watch:
+        return self.attempt(inputs, partial(self.call, inputs, incoming), fresh=fresh)
+
+    def attempt(
+        self,
+        inputs: Tensors,
+        run: Callable[[], dict[str, torch.Tensor | None]],
+        guarded: bool = True,
+        fresh: float = torch.nan,
+    ) -> Attempt:
+        """What `run` gives, and what it does besides: to the `inputs`, to memory that is not its own, to torch."""
+        before = {name: (x.clone(), memory_of(x).clone()) for name, x in inputs.items()}
+        with Watch(fresh) if guarded else nullcontext() as watch:
+            # Other threads may be verifying too.
+            state = State() if threading.current_thread() is threading.main_thread() else None
             try:
-                results = self.call(inputs, incoming)
+                results = run()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             except ModifiedError as error:
                 return Attempt({}, (Finding(MODIFIED, str(error)),))
             except Exception as error:
-                return Attempt({}, (_error(error),))
-        findings = []
+                return Attempt({}, (error_finding(error),))
+            finally:
+                changes = state.restore() if state else []
+        findings = [Finding(CHANGES_SETTINGS, change) for change in changes]
         for name, x in inputs.items():
             values, memory = before[name]
-            if not _same_bits(x, values):
+            if not same_bits(x, values):
                 findings.append(Finding(MODIFIED, f"{name} is not what it was before the call"))
-            elif not torch.equal(_memory(x), memory):
+            elif not torch.equal(memory_of(x), memory):
                 findings.append(Finding(OVERRUN, f"memory next to {name} was written"))
-        overrun = watch.overrun()
+        overrun = watch.overrun() if watch else ""
         return Attempt(results, (*findings, *((Finding(OVERRUN, overrun),) if overrun else ())))
 
     @pinned()
@@ -215,10 +273,11 @@ class _Single:
         return tuple(comparisons), tuple(findings)
 
     def _is_unfit_by_design(self, one: Comparison, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Raw numbers overflow, or rounding outweighs the result; without the LSE's gradient little is left of those of
-        saturated scores. What is beyond even the limit that says nothing, or not finite, is wrong all the same.
+        """Raw numbers overflow, or rounding outweighs the result, as where values are alike; without the LSE's gradient
+        little is left of those of saturated scores. What is beyond even the limit that says nothing, or not finite, is
+        wrong all the same.
         """
-        by_design = bool(self._lacking) or self.check.settings.fill == "range-raw"
+        by_design = bool(self._lacking) or self.check.settings.fill not in ("random", "range")
         if not by_design or one.failure is None or one.failure.status != UNFIT:
             return False
         overflows = bool((expected[expected.isfinite()].abs() > torch.finfo(actual.dtype).max).any())
@@ -234,20 +293,25 @@ class _Single:
         others: Tensors,
     ) -> Comparison:
         gradient = name not in self.problem.outputs
-        tolerances = self.check.settings.tolerances()
-        if tolerances:
-            limits = Limits(rtol=tolerances[0], atol=tolerances[1])
-        else:
-            limits = limits_from_eager(
-                truth[name],
-                eager,
-                gradient=gradient,
-                floor=self.problem.floor(name, truth, self._values),
-                further=further,
-            )
-        return compare(
-            name, actual, truth[name], eager.dtype, limits, self.problem.axes()[name[1:] if gradient else name], others
-        )
+        axes = self.problem.axes()[name[1:] if gradient else name]
+        tolerances, alike = self.check.settings.tolerances(), self.check.settings.fill == "constant"
+
+        def judge(eager: torch.Tensor) -> Comparison:
+            if tolerances:
+                limits = Limits(rtol=tolerances[0], atol=tolerances[1])
+            else:
+                floor = self.problem.floor(name, truth, self._values)
+                limits = limits_from_eager(
+                    truth[name], eager, gradient=gradient, floor=floor, further=further, alike=alike
+                )
+            return compare(name, actual, truth[name], eager.dtype, limits, axes, others)
+
+        one = judge(eager)
+        if one.passed or name not in self._hopeless:
+            return one
+        # Nobody has chosen this problem: what 16 bits cost eager torch may be more than fp32 tells.
+        narrow = judge(self._hopeless[name])
+        return narrow if narrow.share <= 1 else one
 
     def _truth_and_eager(self, inputs: Tensors, given: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         def results(inputs: Tensors, **further: Any) -> Tensors:
@@ -255,18 +319,24 @@ class _Single:
             return {name: inputs[name[1:]] * 0 if x is None else x for name, x in found.items()}
 
         truth = results({name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
-        with ProductsThroughFp32():
+        self._hopeless = {}
+        with ProductsThroughFp32(), SlopesRounded():
             eager = results(inputs, compute_dtype=self.dtype)
         if self.dtype != torch.float32:
-            wide = results(inputs, compute_dtype=torch.float32)
+            with SlopesRounded():
+                wide = results(inputs, compute_dtype=torch.float32)
             for name, x in eager.items():
                 if name in self.problem.choices:
                     continue
                 # fp32 results are held to fp32's error; and where 16 bits lose everything on the way, fp32 tells what
                 # rounding the result costs.
                 overflows = not bool(x.isfinite()[truth[name].isfinite()].all())
-                if name in self.problem.exact or overflows or not self._tells(name, truth[name], x):
+                if name in self.problem.exact or overflows:
                     eager[name] = wide[name]
+                elif not self._tells(name, truth[name], x):
+                    eager[name] = wide[name]
+                    if self.check.written_out:
+                        self._hopeless[name] = x
         return truth, eager
 
     def _storage_cost(self, inputs: Tensors, given: dict[str, torch.Tensor], truth: Tensors) -> Tensors:
@@ -326,9 +396,9 @@ class _Single:
         )
         repeat = self.check.settings.repeat or (2 if probed else 1)
         for _ in range(repeat - 1):
-            differing = _differing(first, self._attempt(self.inputs(torch.nan), self.incoming))
-            if differing:
-                return [Finding(UNREPEATABLE, differing)]
+            found = differing(first, self._attempt(self.inputs(torch.nan), self.incoming))
+            if found:
+                return [Finding(UNREPEATABLE, found)]
         return []
 
     def _reversed(self, first: Attempt, inputs: Tensors, allowed: dict[str, float]) -> list[Finding]:
@@ -341,10 +411,24 @@ class _Single:
             self.check.implementation.interpreted and self.check.dtype != PROBED_DTYPE
         ):
             return []
-        packed = {name: inputs[name] for name in self.problem.offsets().values()}
-        turned = reverse(self.problem, self._values, packed)
+        mirrored, incoming = self.reversed()
+        again = self._attempt(mirrored, incoming)
+        results = {name: x for name, x in again.results.items() if x is not None}
+        packed = {name: mirrored[name] for name in self.problem.offsets().values()}
+        back = Attempt({**again.results, **reverse(self.problem, results, packed)}, again.findings)
+        found = differing(
+            first,
+            back,
+            skip=[f"d{name}" for name, x in self._values.items() if x.is_floating_point() and 0 in x.stride()],
+        )
+        rounding = self.check.implementation.external and not again.findings and are_within(first, back, allowed)
+        return [Finding(BATCH_ORDER, found, WARNING if rounding else FAILURE)] if found else []
+
+    def reversed(self) -> tuple[Tensors, Incoming | None]:
+        """The inputs with the sequences in reverse order, and what arrives then."""
+        packed = {name: self._values[name] for name in self.problem.offsets().values()}
         mirrored = self.inputs(torch.nan)
-        for name, x in turned.items():
+        for name, x in reverse(self.problem, self._values, packed).items():
             if mirrored[name].is_floating_point():
                 # Strides stay as they were: an input expanded over the batch is the same in any order.
                 once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mirrored[name].stride())
@@ -355,82 +439,4 @@ class _Single:
         def incoming(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return reverse(self.problem, {name: self._incoming(name, shape)}, packed)[name]
 
-        again = self._attempt(mirrored, incoming if self.incoming else None)
-        results = {name: x for name, x in again.results.items() if x is not None}
-        back = Attempt(
-            {**again.results, **reverse(self.problem, results, {name: mirrored[name] for name in packed})},
-            again.findings,
-        )
-        differing = _differing(
-            first,
-            back,
-            skip=[f"d{name}" for name, x in self._values.items() if x.is_floating_point() and 0 in x.stride()],
-        )
-        rounding = self.check.implementation.external and not again.findings and _within(first, back, allowed)
-        return [Finding(BATCH_ORDER, differing, WARNING if rounding else FAILURE)] if differing else []
-
-
-def gpu_answers() -> bool:
-    """Whether the GPU still works; true if there is none."""
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except Exception:
-        return False
-    return True
-
-
-def _error(error: Exception) -> Finding:
-    if isinstance(error, WrongReturnError):
-        return Finding(ERROR, str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-    return Finding(ERROR, f"{type(error).__name__}: {error}{place}")
-
-
-def _memory(x: torch.Tensor) -> torch.Tensor:
-    """The whole allocation that x is in, as bytes."""
-    return torch.tensor([], dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-    )
-
-
-def _within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bool:
-    """Whether the results differ by rounding at most."""
-    if first.results.keys() != second.results.keys():
-        return False
-    pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
-    return all(
-        x is None
-        or y is None
-        or (x.shape == y.shape and bool(((x == y) | ((x.double() - y.double()).abs() <= limit)).all()))
-        for x, y, limit in pairs
-    )
-
-
-def _differing(first: Attempt, second: Attempt, skip: list[str] | None = None) -> str:
-    """Which results differ in any bit, and by how much; empty where none does."""
-    if second.findings:
-        return "; ".join(finding.message for finding in second.findings)
-    sentences = []
-    for name, x in first.results.items():
-        if name not in second.results:
-            sentences.append(f"{name} is not returned again")
-            continue
-        y = second.results[name]
-        if x is None or y is None or _same_bits(x, y) or name in (skip or []):
-            continue
-        if x.shape != y.shape or x.dtype != y.dtype:
-            sentences.append(f"{name} is {y.dtype} {list(y.shape)} where it was {x.dtype} {list(x.shape)}")
-            continue
-        sentences.append(
-            f"{name} in {int((x != y).sum())} of {x.numel()} elements, by up to"
-            f" {(x.double() - y.double()).abs().max().item():.2e}"
-        )
-    return "; ".join(sentences)
+        return mirrored, incoming if self.incoming else None

@@ -64,6 +64,11 @@ class Problem:
         """The axes of inputs and outputs, one letter each: B batch, T tokens, H heads, D channels."""
         raise NotImplementedError
 
+    def first_head(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """What the first head has of the input of that name, as a view; None where it has no heads."""
+        axes = self.axes().get(name, "")
+        return x.select(axes.index("H"), 0) if "H" in axes else None
+
     def offsets(self) -> dict[str, str]:
         """For packed inputs and outputs, by name: the input that holds the offsets of their sequences along T."""
         return {}
@@ -179,17 +184,22 @@ def cut(x: torch.Tensor, start: int) -> torch.Tensor:
     return view
 
 
-def place(x: torch.Tensor, dtype: torch.dtype, device: torch.device, around: float) -> torch.Tensor:
+def place(x: torch.Tensor, dtype: torch.dtype, device: torch.device, around: float, guard: int = GUARD) -> torch.Tensor:
     """x's values in `dtype` on `device`, strides and alignment kept, in memory that holds `around` everywhere else."""
     if not x.is_floating_point():
         return x.to(device).clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    offset = GUARD + x.storage_offset()
-    memory = torch.full((offset + span + GUARD,), around, dtype=dtype, device=device)
+    offset = guard + x.storage_offset()
+    memory = torch.full((offset + span + guard,), around, dtype=dtype, device=device)
     view = memory.as_strided(x.shape, x.stride(), offset)
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
+    once = _once(x)
     view[once].copy_(x[once])
     return view
+
+
+def _once(x: torch.Tensor) -> tuple[slice, ...]:
+    """The part of x that has each element in memory once, where x is expanded."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
 
 
 def sequences(problem: Problem, inputs: Tensors) -> int:
@@ -220,17 +230,41 @@ def reverse(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tens
     return result
 
 
-FILLS = ("random", "range", "range-raw")
-# Inputs that the rule negates, so that k = -q where the shapes agree.
+# Laws of random values, the ordinary one first; and rules.
+LAWS = ("random", "one-signed", "heavy-tails", "small-head", "constant", "zero")
+RULES = ("range", "range-raw")
+FILLS = (*LAWS, *RULES)
+# Inputs that a rule negates, so that k = -q where the shapes agree.
 NEGATED = ("k",)
+# Heavy tails: Student's t of so many degrees of freedom, cut off where fp16 can still hold ten times as much.
+FREEDOM, FARTHEST = 3, 1e3
+# A constant is a whole number of these: sums of equal terms are then exact in fp32, which would else round each step of
+# a sum the same way, and so lose more than it does of any other numbers.
+EIGHTHS = 8
+# What makes a head about a thousand times smaller without rounding it.
+SMALLER = 2.0**-10
 
 
 def make_fill(rule: str, seed: int) -> Fill:
-    """The fill called `rule`: `random`, `range` (element i of n is i/n) or `range-raw` (element i is i)."""
+    """The fill called `rule`: `random` (normal), `one-signed` (its absolute values), `heavy-tails`, `constant` (one
+    number throughout a tensor), `zero`, `range` (element i of n is i/n) or `range-raw` (element i is i).
+
+    `small-head` is normal here: which elements are a head's, `make_inputs` knows.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def random(_name: str, shape: tuple[int, ...], size: float) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * size).double()
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def by_law(_name: str, shape: tuple[int, ...], size: float) -> torch.Tensor:
+        if rule == "zero":
+            return torch.zeros(shape, dtype=torch.float64)
+        x = (normal() * EIGHTHS).round().div(EIGHTHS).expand(shape).clone() if rule == "constant" else normal(*shape)
+        if rule == "one-signed":
+            x = x.abs()
+        if rule == "heavy-tails":
+            x = (x / normal(FREEDOM, *shape).square().mean(0).sqrt()).clamp(-FARTHEST, FARTHEST)
+        return (x * size).double()
 
     def by_range(name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
         count = math.prod(shape)
@@ -238,16 +272,28 @@ def make_fill(rule: str, seed: int) -> Fill:
         return (-values if name in NEGATED else values).reshape(shape)
 
     if rule not in FILLS:
-        raise ValueError(f"there is no fill {rule!r}: expected one of {', '.join(FILLS)}")
-    return random if rule == "random" else by_range
+        raise ValueError(f"there is no fill {rule!r}: {did_you_mean(rule, FILLS)}expected one of {', '.join(FILLS)}")
+    return by_range if rule in RULES else by_law
+
+
+def make_inputs(problem: Problem, rule: str, seed: int) -> Tensors:
+    """The problem's inputs, filled by `rule`; under `small-head` their first head is a thousand times smaller."""
+    inputs = problem.tensors(make_fill(rule, seed))
+    if rule == "small-head":
+        for name, x in inputs.items():
+            head = problem.first_head(name, x) if x.is_floating_point() else None
+            if head is not None:
+                head[_once(head)] *= SMALLER
+    return inputs
 
 
 # Sizes that every operator has, in order; other cases are the edge battery.
 NAMED = ("small", "medium", "large", "xl", "xxl", "nsa-507")
 # Without a GPU, cases up to this many channels run by default.
 NARROW = 64
-# Seconds that one check may take before it counts as a hang.
+# CPU seconds that one check may take before it counts as a hang.
 TIME_LIMIT = 120.0
+# The largest cases on a CPU, where they run by name only.
 LONG_TIME_LIMIT = 1800.0
 
 
@@ -259,17 +305,17 @@ class Case:
     about: str
     problem: Problem
 
-    @property
-    def time_limit(self) -> float:
-        """Seconds it may take."""
-        return LONG_TIME_LIMIT if self.name in ("xl", "xxl") else TIME_LIMIT
+    def time_limit(self, device: str) -> float:
+        """CPU seconds that it may take."""
+        return LONG_TIME_LIMIT if device == "cpu" and self.name in ("xl", "xxl") else TIME_LIMIT
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A planted bug: in the source of `module` (under tilewise.ops), every `old` is replaced by `new`.
 
-    With a `capability`, its kernels run only on GPUs of that compute capability.
+    With a `capability`, its kernels run only on GPUs of that compute capability. With a `use` (uses.py), nothing but
+    that use of the operator shows it.
     """
 
     name: str
@@ -278,6 +324,7 @@ class Mutant:
     old: str
     new: str
     capability: tuple[int, int] | None = None
+    use: str = ""
 
     def plant(self, source: str) -> str:
         """The source with the bug; a ValueError if `old` is not in it, since then nothing would be planted."""
@@ -299,14 +346,21 @@ class Mutant:
 class Suite:
     """All that verify needs of one operator.
 
-    `draw` builds a problem from hypothesis's draw function; `growth` is the problem that memory is measured on.
+    `draw` builds a problem from hypothesis's draw function and the longest length allowed, its values by one of `laws`;
+    `growth` is the problem that memory is measured on, and `use` a small one, of more than one sequence, that is used
+    in every way (uses.py): where kernels are interpreted by default only if that is `cheap_to_use`. The `dear` cases
+    take long there and catch no bug that others miss: by default they run elsewhere.
     """
 
     problem: type[Problem]
     cases: tuple[Case, ...]
     growth: Problem
-    draw: Callable[[Callable[[Any], Any]], Problem]
+    use: Problem
+    draw: Callable[[Callable[[Any], Any], int], Problem]
     mutants: tuple[Mutant, ...] = ()
+    laws: tuple[str, ...] = LAWS
+    cheap_to_use: bool = False
+    dear: tuple[str, ...] = ()
 
     def find(self, text: str) -> Case:
         """The case called `text`, or the problem that it writes out."""

@@ -13,21 +13,24 @@ from functools import partial
 from typing import Any
 
 from tilewise import workbench
+from tilewise.verify.bias import biases
 from tilewise.verify.compare import INDENT, mark
-from tilewise.verify.result import FAILURE, NOTE, WARNING, MutantResult, Report, Result
+from tilewise.verify.result import FAILURE, NOTE, SKIPPED, WARNING, MutantResult, Report, Result
 from tilewise.verify.suite import Problem, Suite
 from tilewise.workbench.operator import GROWTH
 
 TILES = (128, 64, 32, 16)
 # What a line of one check may take.
 COLUMNS = 100
+# Why checks were skipped, in a verdict.
+MOST_REASONS = 3
 
 
 def patterns(results: Sequence[Result]) -> list[str]:
     """Sentences for each operator and implementation with cases that failed and cases that passed."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        if result.check.case != GROWTH:
+        if result.check.case != GROWTH and not (result.check.use or result.skipped):
             groups.setdefault((result.check.operator, str(result.check.implementation)), []).append(result)
     sentences = []
     for (operator, implementation), group in groups.items():
@@ -98,11 +101,15 @@ def _any_length(test: Callable[[int, int], bool], tile: int, problem: Problem) -
 def check_line(result: Result) -> str:
     """One check in at most 100 columns: case, dtype, backend; the tensor closest to its limit, or why it failed."""
     check, worst = result.check, result.worst
-    name = f"{mark(result.passed)} {check.operator} {_cut(check.case, 18):<18} {check.dtype:<4} "
-    if not result.passed:
+    sign = "-" if result.skipped else mark(result.passed)
+    name = f"{sign} {check.operator} {_cut(check.use or check.case, 18):<18} {check.dtype:<4} "
+    if result.skipped:
+        outcome = SKIPPED
+    elif not result.passed:
         outcome = ", ".join(result.statuses)
     else:
-        outcome = f"{worst.name} {share_text(worst.share)} of allowed" if worst else "nothing to compare"
+        nothing = "as in ordinary use" if check.use else "nothing to compare"
+        outcome = f"{worst.name} {share_text(worst.share)} of allowed" if worst else nothing
     name += f"{_cut(str(check.implementation), 30):<20} "
     return name + _cut(outcome, COLUMNS - len(name))
 
@@ -142,9 +149,10 @@ def worst_of(results: Iterable[Result]) -> Result | None:
 
 
 def table_lines(results: Sequence[Result]) -> list[str]:
-    """One line an operator: its backends, checks, how close the worst of them comes to what is allowed and where, and
-    seconds of work; in at most 80 columns.
+    """One line an operator: its backends, checks that were run, how close the worst of them comes to what is allowed
+    and where, and seconds of work; in at most 80 columns.
     """
+    results = [result for result in results if not result.skipped]
     rows = [("operator", "backends", "checks", "worst", "where", "seconds")]
     for operator in dict.fromkeys(result.check.operator for result in results):
         of_it = [result for result in results if result.check.operator == operator]
@@ -177,25 +185,44 @@ def verdict_lines(report: Report) -> list[str]:
     """The end of a run: the score of planted bugs, with the names of those that were missed, and the verdict."""
     lines = []
     if report.mutants:
-        away = [mutant.name for mutant in report.mutants if not mutant.caught]
-        score = f"planted bugs: {len(report.mutants) - len(away)} of {len(report.mutants)} caught"
+        tried = [mutant for mutant in report.mutants if not mutant.skipped]
+        away = [mutant.name for mutant in tried if not mutant.caught]
+        score = f"planted bugs: {len(tried) - len(away)} of {len(report.mutants)} caught"
         lines.append(score + (f"; got away: {', '.join(away)}" if away else ""))
     lines += [f"drawn cases: {count} of {operator}" for operator, count in report.searched.items()]
     lines += patterns(report.results)
     failed, count = len(report.failures), len(report.results)
     findings = [finding for result in report.results for finding in result.findings]
-    lines += dict.fromkeys(finding.message for finding in findings if finding.severity == NOTE)
-    warnings = sum(finding.severity == WARNING for finding in findings)
+    lines += dict.fromkeys(f.message for f in findings if f.severity == NOTE and f.status != SKIPPED)
+    leaning = biases(report.results)
+    lines += [f"warning: {one}" for one in leaning]
+    warnings = sum(finding.severity == WARNING for finding in findings) + len(leaning)
     more = f", {warnings} warnings" if warnings else ""
     if not report.results and not report.mutants:
         return [*lines, "FAIL: nothing was checked"]
-    if failed:
-        return [*lines, f"FAIL: {failed} of {count} checks failed{more}"]
+    skipped = skips(report)
+    if failed or report.skipped:
+        passed = count - failed - len(report.skipped)
+        outcome = f"{failed} of {count} checks failed" if failed else f"{passed} of {count} checks passed"
+        return [*lines, f"FAIL: {outcome}{more}{skipped and f', {skipped}'}"]
+    if skipped:
+        return [*lines, f"FAIL: all {count} checks passed{more}, {skipped}"]
     if not report.passed:
         return [*lines, f"FAIL: all {count} checks passed, but they miss planted bugs{more}"]
     judged = "outputs and gradients" if all(result.check.settings.gradients for result in report.results) else "outputs"
     judged += ", as far as they are judged," if any(finding.severity == NOTE for finding in findings) else ""
     return [*lines, f"PASS: all {count} checks passed: {judged} against fp64 truth{more}"]
+
+
+def skips(report: Report) -> str:
+    """How much of a run was skipped, and why; nothing where all of it was run."""
+    bugs = [mutant for mutant in report.mutants if mutant.skipped]
+    counts = [f"{len(report.skipped)} skipped"] if report.skipped else []
+    counts += [f"{len(bugs)} planted bugs skipped"] if bugs else []
+    messages = [f.message for result in report.skipped for f in result.findings if f.status == SKIPPED]
+    reasons = list(dict.fromkeys(messages + [bug.status for bug in bugs]))
+    more = [f"and {len(reasons) - MOST_REASONS} other reasons"] if len(reasons) > MOST_REASONS else []
+    return f"{', '.join(counts)}: {'; '.join(reasons[:MOST_REASONS] + more)}" if counts else ""
 
 
 SCHEMA = "tilewise.verify"
@@ -210,6 +237,7 @@ def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Map
             "case": result.check.case,
             "implementation": str(result.check.implementation),
             "passed": result.passed,
+            "skipped": result.skipped,
             "statuses": result.statuses,
             "command": result.check.command(),
         }
@@ -225,6 +253,7 @@ def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Map
         "results": results,
         "mutants": [{**_plain(mutant), "caught": mutant.caught} for mutant in report.mutants],
         "searched": report.searched,
+        "biases": [dataclasses.asdict(one) for one in biases(report.results)],
     }
     return json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False)
 
@@ -232,10 +261,12 @@ def as_json(report: Report, environment: Mapping[str, str], doctor: Sequence[Map
 def _plain(value: Any) -> dict[str, Any]:
     plain = dataclasses.asdict(value)
     check = plain.pop("check", None)
+    plain.pop("interpreted", None)
     if check:
         plain = {
             "operator": check["operator"],
             "dtype": check["dtype"],
+            "use": check["use"],
             "device": check["implementation"].device,
             "settings": check["settings"],
         } | plain

@@ -12,7 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from tilewise import interpreter, workbench
@@ -20,6 +20,7 @@ from tilewise.verify import suite
 from tilewise.verify.implementation import check_signature, load_function
 from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
 from tilewise.verify.suite import Suite
+from tilewise.verify.time_limits import LOOK_EVERY, Budget, HangError, Watchdog
 from tilewise.workbench.operator import GROWTH, UsageError
 
 START_LIMIT = 120.0
@@ -51,13 +52,15 @@ class _Setup(NamedTuple):
     mutant: str = ""
 
 
-def run_jobs(jobs: Sequence[Job]) -> Iterator[list[Result]]:
+def run_jobs(jobs: Sequence[Job], budget: Budget | None = None) -> Iterator[list[Result]]:
     """Each job's results, in order. A UsageError says that the implementation cannot be loaded or called."""
     on_gpu = any(job.checks[0].implementation.device == "cuda" for job in jobs if job.checks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores, MOST_WORKERS, _places_on_gpu(jobs) if on_gpu else MOST_WORKERS)
     slots = _Slots(
-        max(1, cores // workers), {check.case: None for job in jobs for check in job.checks if check.case != GROWTH}
+        max(1, cores // workers),
+        {check.case: None for job in jobs for check in job.checks if check.case != GROWTH},
+        budget or Budget(),
     )
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
@@ -82,11 +85,11 @@ def _places_on_gpu(jobs: Sequence[Job]) -> int:
 
 
 @contextlib.contextmanager
-def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]]:
+def one_process(cases: Iterable[str] = (), budget: Budget | None = None) -> Iterator[Callable[[Check], Result]]:
     """Checks as they come, one after the other in one process, which is kept; an external function must be able to take
     `cases`.
     """
-    slots = _Slots(1, cases)
+    slots = _Slots(1, cases, budget or Budget())
     try:
         yield lambda check: slots.run(Job((check,)))[0]
     finally:
@@ -97,8 +100,9 @@ def one_process(cases: Iterable[str] = ()) -> Iterator[Callable[[Check], Result]
 class _Slots:
     """One process per thread that runs jobs, kept while jobs need the same setup: all of ours do."""
 
-    def __init__(self, threads: int, cases: Iterable[str]) -> None:
+    def __init__(self, threads: int, cases: Iterable[str], budget: Budget) -> None:
         self._threads = threads
+        self._budget = budget
         self._cases = tuple(cases)
         self._own = threading.local()
         self._all: list[_Process] = []
@@ -109,16 +113,22 @@ class _Slots:
         for check in job.checks:
             if self._ended:
                 break
-            setup = _Setup(self._threads, mutant=job.mutant, operator=check.operator if job.mutant else "")
-            if check.implementation.external:
-                setup = setup._replace(external=check.implementation, operator=check.operator, cases=self._cases)
-            result = self._process(setup).run(check)
-            results.append(result)
-            if job.until_failure and not result.passed:
+            results.append(self._budget.skip(check, job.mutant) or self._run(check, job))
+            if job.until_failure and not results[-1].passed:
                 break
-        if job.mutant:
+        if job.mutant and hasattr(self._own, "process"):
             self._own.process.stop()
         return results
+
+    def _run(self, check: Check, job: Job) -> Result:
+        setup = _Setup(self._threads, mutant=job.mutant, operator=check.operator if job.mutant else "")
+        if check.implementation.external:
+            setup = setup._replace(external=check.implementation, operator=check.operator, cases=self._cases)
+        result = self._process(setup).run(check, self._budget.seconds(check, job.mutant))
+        # What stops at a hang and is then tried again, alone on its GPU, has the whole limit again.
+        if not job.until_failure:
+            self._budget.count(result, job.mutant)
+        return result
 
     def end(self) -> None:
         """Stop all processes and start no others; threads waiting for one see that it has ended."""
@@ -163,10 +173,10 @@ class _Process:
         """Returns when the implementation is loaded; a UsageError says why it cannot be."""
         implementation = self.setup.external or "tilewise"
         try:
-            if not self._connection.poll(START_LIMIT):
-                self.stop()
-                raise UsageError(f"{implementation} did not import within {START_LIMIT:.0f} seconds")
-            problem = self._connection.recv()
+            problem = self._receive(START_LIMIT)
+        except HangError as error:
+            self.stop()
+            raise UsageError(f"{implementation} did not import: {error}") from None
         except (EOFError, OSError):
             self._process.join()
             raise UsageError(
@@ -180,22 +190,29 @@ class _Process:
     def alive(self) -> bool:
         return bool(self._process.is_alive())
 
-    def run(self, check: Check) -> Result:
-        # Read on use, since a test shortens it.
-        limit = suite.TIME_LIMIT if check.case == GROWTH else _suite(check.operator).find(check.case).time_limit
-        limit *= check.settings.repeat or 1
+    def run(self, check: Check, limit: float) -> Result:
         started = time.perf_counter()
         try:
             self._connection.send(check)
-            if self._connection.poll(limit):
-                answer = self._connection.recv()
-                return answer if isinstance(answer, Result) else Result(check, findings=(Finding(INTERNAL, answer),))
-            finding = Finding(HANG, f"no result within {limit:.0f} seconds")
+            answer = self._receive(limit)
+            return answer if isinstance(answer, Result) else Result(check, findings=(Finding(INTERNAL, answer),))
+        except HangError as error:
+            finding = Finding(HANG, str(error))
         except (EOFError, ConnectionError):
             self._process.join()
             finding = Finding(CRASH, _how_it_ended(self._process.exitcode))
         self.stop()
         return Result(check, findings=(finding,), seconds=time.perf_counter() - started)
+
+    def _receive(self, limit: float) -> Any:
+        """Its next answer; a HangError or an EOFError where none comes."""
+        watchdog = Watchdog(self._process.pid, limit)
+        while not wait([self._connection, self._process.sentinel], LOOK_EVERY):
+            watchdog.look()
+        # A process that has ended does not answer, even if one that it started keeps the connection open.
+        if not self._connection.poll():
+            raise EOFError
+        return self._connection.recv()
 
     def kill(self) -> None:
         self._process.kill()
@@ -244,7 +261,8 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     torch.set_num_threads(setup.threads)
     # Repaired for the implementation's own kernels too, which may never import an operator of ours.
     interpreter.use_where_no_gpu()
-    from tilewise.verify.run import Runner, gpu_answers
+    from tilewise.verify.attempt import gpu_answers
+    from tilewise.verify.run import Runner
 
     runners: dict[tuple[str, Implementation], Runner] = {}
 

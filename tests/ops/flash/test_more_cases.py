@@ -4,7 +4,7 @@ import pytest
 import torch
 from battery import check
 
-from tilewise.verify.api import DTYPES
+from tilewise.verify.plan import DTYPES
 
 MORE = ("T=70,D=64,Dv=1", "T=700,H=1,D=64,causal=true,window=300/0", "T=300,H=1,D=64,softcap=20.0,window=100/30")
 

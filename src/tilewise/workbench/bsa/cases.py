@@ -12,6 +12,7 @@ import torch
 import tilewise
 from tilewise.bench.contender import Baseline, Call, floating_leaves
 from tilewise.bench.dense import in_blocks, in_window
+from tilewise.verify import drawing
 from tilewise.verify.compare import compare_choices
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.bsa import planted
@@ -23,6 +24,11 @@ GATES = ("cmp", "slc", "swa")
 # With more heads than this, heads are not tried for each other's choice; and at most this many wrong ones are named.
 MAX_SEARCHED = 16
 MAX_LISTED = 4
+# The fewest tokens that are drawn: `draw` says why.
+LEAST_TOKENS = 40
+# Where channels are alike, or one number outweighs a token's others, layer norm magnifies rounding: in eager torch by
+# chance less than elsewhere.
+LAWS = ("random", "one-signed", "small-head", "zero")
 # Roundings in fp32 that a gate's gradient may be off by.
 GATE_ROUNDINGS = 16
 
@@ -269,35 +275,51 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> Bsa:
-    """A problem of any shape, small enough to interpret.
+def draw(draw: Callable[[Any], Any], longest: int) -> Bsa:
+    """A problem of any shape and any options.
 
     With fewer heads, channels or tokens, all channels of a token may happen to be near zero, and layer norm magnifies
     the error there, in eager torch by chance less than elsewhere: then eager's error is no measure of the tolerance.
     """
     from hypothesis import strategies as st
 
+    if draw(st.booleans()):
+        sizes: dict[str, Any] = {"lengths": drawing.packed(draw, longest, least=LEAST_TOKENS)}
+        room = drawing.Room(longest, zip(sizes["lengths"], sizes["lengths"], strict=True))
+        heads = room.heads(draw, 4)
+    else:
+        tokens = draw(drawing.tokens(longest, LEAST_TOKENS) | st.just(0))
+        room = drawing.Room(longest, [(tokens, tokens)])
+        heads = room.heads(draw, 4)
+        sizes = {"T": tokens, "B": room.batch(draw)}
     interleave = draw(st.booleans())
-    lengths = (*draw(st.lists(st.integers(0, 90), max_size=3)), draw(st.integers(40, 90)))
+    block = draw(st.sampled_from((16, 4, 8, 13, 32, 64)))
     return Bsa(
-        B=draw(st.integers(1, 3)),
-        T=draw(st.just(0) | st.integers(40, 150)),
-        H=draw(st.sampled_from((4, 6) if interleave else (4, 5))),
-        D=draw(st.integers(4, 64)),
-        Dv=draw(st.integers(8, 64)),
-        block=draw(st.sampled_from((4, 8, 13, 16, 32))),
+        **sizes,
+        H=heads // 2 * 2 if interleave else heads,
+        D=draw(room.channels(4)),
+        Dv=draw(room.channels(8)),
+        block=block,
         count=draw(st.integers(1, 8)),
-        window=draw(st.sampled_from((0, 0, 9, 33, 200))),
-        gates=draw(st.sampled_from(("all", "none", "cmp", "slc", "slc+swa"))),
+        window=draw(st.just(0) | st.integers(1, 100) | st.integers(1, longest)),
+        gates=draw(st.sampled_from(("all", "none", "cmp", "slc", "swa", "cmp+slc", "cmp+swa", "slc+swa"))),
         interleave=interleave,
-        lengths=lengths if draw(st.booleans()) else (),
-        scale=draw(st.sampled_from((None, 0.5, 0.1))),
+        scale=drawing.scale(draw, (1,)),
         size=draw(st.sampled_from((1.0, 10.0))),
         layout=draw(st.sampled_from(LAYOUTS)),
     )
 
 
-SUITE = Suite(Bsa, CASES, growth=Bsa(T=128, H=2, D=16, block=32), draw=draw, mutants=planted.BSA)
+SUITE = Suite(
+    Bsa,
+    CASES,
+    growth=Bsa(T=128, H=2, D=16, block=32),
+    use=Bsa(lengths=(9, 20), H=2, block=8, gates="cmp+slc"),
+    draw=draw,
+    mutants=planted.BSA,
+    laws=LAWS,
+    dear=("packed-window", "many-blocks"),
+)
 
 
 def pairs(problem: Problem, _tensors: Tensors, outputs: Tensors) -> int:

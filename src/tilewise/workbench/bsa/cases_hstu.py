@@ -8,9 +8,10 @@ from typing import Any, Self
 
 import torch
 
+from tilewise.verify import drawing
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.bsa import planted
-from tilewise.workbench.bsa.cases import GATE_ROUNDINGS
+from tilewise.workbench.bsa.cases import GATE_ROUNDINGS, LAWS, LEAST_TOKENS
 
 LAYOUTS = ("plain", "cut")
 # The best block's score for a query of length 1, and the gap from one block to the next: far above rounding in 16 bits.
@@ -96,6 +97,10 @@ class HstuBsa(Problem):
             ("padded_q", "padded_k"), "BTHD"
         )
         return tensors | {"invalid_attn_mask": "B??", "gate_weights": "B?HD"}
+
+    def first_head(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Heads lie side by side in the channels."""
+        return x[:, : x.shape[-1] // self.H] if self.axes().get(name) == "TD" else super().first_head(name, x)
 
     def offsets(self) -> dict[str, str]:
         """Of what is packed."""
@@ -204,24 +209,35 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> HstuBsa:
-    """A problem of any shape, small enough to interpret; heads, channels and tokens enough for layer norm, as in
-    block-sparse attention's own.
+def draw(draw: Callable[[Any], Any], longest: int) -> HstuBsa:
+    """A problem of any shape and any options, of as many blocks as can be told apart; heads, channels and tokens enough
+    for layer norm, as in block-sparse attention's own.
     """
     from hypothesis import strategies as st
 
-    lengths = (*draw(st.lists(st.integers(0, 90), max_size=3)), draw(st.integers(40, 90)))
+    block = draw(st.sampled_from((16, 8, 13, 32, 64, 128)))
+    lengths = drawing.packed(draw, min(longest, (MAX_BLOCKS + 1) * block - 1), least=LEAST_TOKENS)
+    room = drawing.Room(longest, zip(lengths, lengths, strict=True))
     return HstuBsa(
         lengths=lengths,
-        n=draw(st.sampled_from((0, 90, 130))),
-        H=draw(st.integers(4, 6)),
-        D=draw(st.integers(4, 64)),
-        Dv=draw(st.integers(8, 64)),
-        block=draw(st.sampled_from((8, 13, 16, 32))),
+        n=draw(st.just(0) | st.integers(max(lengths), max(lengths) + 100)),
+        H=room.heads(draw, 4),
+        D=draw(room.channels(4)),
+        Dv=draw(room.channels(8)),
+        block=block,
         count=draw(st.integers(1, 8)),
-        window=draw(st.sampled_from((0, 0, 9, 33, 200))),
+        window=draw(st.just(0) | st.integers(1, 100) | st.integers(1, longest)),
         layout=draw(st.sampled_from(LAYOUTS)),
     )
 
 
-SUITE = Suite(HstuBsa, CASES, growth=HstuBsa(lengths=(64,), H=2, block=32), draw=draw, mutants=planted.HSTU_BSA)
+SUITE = Suite(
+    HstuBsa,
+    CASES,
+    growth=HstuBsa(lengths=(64,), H=2, block=32),
+    use=HstuBsa(lengths=(5, 11), H=2, block=8),
+    draw=draw,
+    mutants=planted.HSTU_BSA,
+    laws=LAWS,
+    dear=("block-ends", "one-token"),
+)

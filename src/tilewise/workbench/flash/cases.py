@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tilewise.bench.dense import Dense, baselines, window_pairs
+from tilewise.verify import drawing
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.flash import planted
+from tilewise.workbench.flash.planted_uses import USES
 from tilewise.workbench.operator import Benchmark
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
@@ -255,38 +257,42 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> Flash:
-    """A problem of any shape, small enough to interpret."""
+def draw(draw: Callable[[Any], Any], longest: int) -> Flash:
+    """A problem of any shape and any options."""
     from hypothesis import strategies as st
 
-    kv_heads = draw(st.sampled_from((1, 2)))
-    lengths = tuple(draw(st.lists(st.integers(0, 90), max_size=4)))
-    limit = st.integers(-1, 100)
+    if draw(st.booleans()):
+        queries = keys = drawing.packed(draw, longest)
+        sizes: dict[str, Any] = {"lengths": queries}
+        if draw(st.booleans()):
+            sizes["lengths_k"] = keys = drawing.packed(draw, longest, len(queries))
+        room = drawing.Room(longest, zip(queries, keys, strict=True))
+    else:
+        tokens, keys = draw(drawing.tokens(longest)), draw(st.none() | drawing.tokens(longest))
+        room = drawing.Room(longest, [(tokens, tokens if keys is None else keys)])
+        sizes = {"B": room.batch(draw), "T": tokens, "Tk": keys, "layout": draw(st.sampled_from(LAYOUTS))}
+    sizes |= room.grouped_heads(draw)
+    limit = st.integers(-1, 100) | st.integers(-1, longest)
     return Flash(
-        B=draw(st.integers(1, 3)),
-        T=draw(st.integers(0, 150)),
-        Tk=draw(st.none() | st.integers(0, 150)),
-        H=kv_heads * draw(st.sampled_from((1, 2, 3))),
-        Hk=kv_heads,
-        D=draw(st.integers(1, 64)),
-        Dv=draw(st.none() | st.integers(1, 64)),
-        lengths=lengths,
-        lengths_k=(
-            tuple(draw(st.lists(st.integers(0, 90), min_size=len(lengths), max_size=len(lengths))))
-            if draw(st.booleans())
-            else ()
-        ),
+        **sizes,
+        D=draw(room.channels()),
+        Dv=draw(st.none() | room.channels()),
         causal=draw(st.booleans()),
         window=draw(st.just(()) | st.tuples(limit, limit)),
-        softcap=draw(st.sampled_from((0.0, 5.0, 30.0))),
-        scale=draw(st.sampled_from((None, 0.5, -0.3, 0.0))),
+        softcap=drawing.softcap(draw),
+        scale=drawing.scale(draw),
         size=draw(st.sampled_from((1.0, 10.0))),
-        layout=draw(st.sampled_from(LAYOUTS)),
     )
 
 
 SUITE = Suite(
-    Flash, CASES, growth=Flash(T=256, H=1, D=16, causal=True), draw=draw, mutants=planted.PORTABLE + planted.HOPPER
+    Flash,
+    CASES,
+    growth=Flash(T=256, H=1, D=16, causal=True),
+    use=Flash(lengths=(9, 0, 24), causal=True),
+    draw=draw,
+    cheap_to_use=True,
+    mutants=planted.PORTABLE + planted.HOPPER + USES,
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from tilewise.bench.contender import Baseline, Call, CannotRunError, as_leaf
+from tilewise.verify import drawing
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.hstu import planted
 from tilewise.workbench.operator import Benchmark
@@ -252,28 +253,39 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> Hstu:
-    """A problem of any shape, small enough to interpret."""
+def draw(draw: Callable[[Any], Any], longest: int) -> Hstu:
+    """A problem of any shape and any options."""
     from hypothesis import strategies as st
 
-    lengths = tuple(draw(st.lists(st.integers(0, 90), min_size=1, max_size=4)))
+    lengths = drawing.packed(draw, longest)
+    room = drawing.Room(longest, zip(lengths, lengths, strict=True))
+    far = st.just(0) | st.integers(1, 100) | st.integers(1, longest)
     return Hstu(
         lengths=lengths,
-        H=draw(st.integers(1, 3)),
-        D=draw(st.integers(1, 64)),
-        Dv=draw(st.none() | st.integers(1, 64)),
-        causal=draw(st.booleans()),
+        H=room.heads(draw),
+        D=draw(room.channels()),
+        Dv=draw(st.none() | room.channels()),
+        causal=not draw(st.booleans()),
         targets=tuple(draw(st.integers(0, length)) for length in lengths) if draw(st.booleans()) else (),
-        attn=draw(st.just(0) | st.integers(1, 100)),
-        context=draw(st.just(0) | st.integers(1, 100)),
-        max_seq_len=draw(st.none() | st.integers(90, 300)),
-        alpha=draw(st.sampled_from((None, 0.5, -0.3))),
+        attn=draw(far),
+        context=draw(far),
+        max_seq_len=draw(st.none() | st.integers(max(1, *lengths), longest)),
+        alpha=drawing.scale(draw),
         size=draw(st.sampled_from((1.0, 10.0))),
         layout=draw(st.sampled_from(LAYOUTS)),
     )
 
 
-SUITE = Suite(Hstu, CASES, growth=Hstu(lengths=(256,), H=1), draw=draw, mutants=planted.HSTU)
+SUITE = Suite(
+    Hstu,
+    CASES,
+    growth=Hstu(lengths=(256,), H=1),
+    use=Hstu(lengths=(9, 0, 24), targets=(2, 0, 3)),
+    draw=draw,
+    cheap_to_use=True,
+    mutants=planted.HSTU,
+    dear=("many-short",),
+)
 
 
 def pairs(problem: Problem, _tensors: Tensors, _outputs: Tensors) -> int:

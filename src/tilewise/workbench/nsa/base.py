@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from tilewise.verify import drawing
 from tilewise.verify.suite import Fill, Problem, Tensors, cumulative, cut, transposed
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
@@ -205,28 +206,25 @@ def block_pattern(
     ).int()
 
 
-def drawn_sizes(draw: Callable[[Any], Any]) -> dict[str, Any]:
-    """Sizes of any shape, small enough to interpret."""
+def drawn_sizes(draw: Callable[[Any], Any], longest: int, least: int = 0, packs: bool = False) -> dict[str, Any]:
+    """Sizes of any shape; if it `packs`, also packed sequences, and a scale. The longest sequence has `least` tokens or
+    more, unless none has any.
+    """
     from hypothesis import strategies as st
 
-    kv_heads = draw(st.sampled_from((1, 2)))
-    return {
-        "B": draw(st.integers(1, 2)),
-        "T": draw(st.integers(0, 100)),
-        "H": kv_heads * draw(st.sampled_from((1, 2, 3, 8))),
-        "Hk": kv_heads,
-        "D": draw(st.integers(1, 64)),
-        "Dv": draw(st.none() | st.integers(1, 64)),
+    if packs and draw(st.booleans()):
+        lengths = drawing.packed(draw, longest, least=least)
+        room = drawing.Room(longest, zip(lengths, lengths, strict=True))
+        sizes: dict[str, Any] = {"lengths": lengths}
+    else:
+        tokens = draw(drawing.tokens(longest, least) | st.just(0))
+        room = drawing.Room(longest, [(tokens, tokens)])
+        sizes = {"B": room.batch(draw), "T": tokens}
+    sizes |= room.grouped_heads(draw)
+    return sizes | {
+        "D": draw(room.channels()),
+        "Dv": draw(st.none() | room.channels()),
         "size": draw(st.sampled_from((1.0, 10.0))),
         "layout": draw(st.sampled_from(LAYOUTS)),
-    }
-
-
-def drawn_sequences(draw: Callable[[Any], Any]) -> dict[str, Any]:
-    """Those of sequences, packed or not, with a scale."""
-    from hypothesis import strategies as st
-
-    return drawn_sizes(draw) | {
-        "lengths": tuple(draw(st.just([]) | st.lists(st.integers(0, 70), max_size=4))),
-        "scale": draw(st.sampled_from((None, 0.5, -0.3, 0.0))),
+        **({"scale": drawing.scale(draw)} if packs else {}),
     }

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.verify.suite import Case, Fill, Suite, Tensors, cut, transposed
 from tilewise.workbench.nsa import planted
-from tilewise.workbench.nsa.base import EPS, LAYOUTS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
+from tilewise.workbench.nsa.base import EPS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
 
 MASKS = ("random", "all", "none")
 # The value of masked indices: nothing may read it.
@@ -325,19 +325,19 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> NsaAttend:
-    """A problem of any shape, small enough to interpret."""
+def draw(draw: Callable[[Any], Any], longest: int) -> NsaAttend:
+    """A problem of any shape and any options."""
     from hypothesis import strategies as st
 
     return NsaAttend(
-        **drawn_sizes(draw) | {"layout": draw(st.sampled_from(LAYOUTS))},
-        block=draw(st.sampled_from((4, 8, 13, 16, 32))),
-        count=draw(st.integers(0, 5)),
-        among=draw(st.sampled_from((0, 2))),
+        **drawn_sizes(draw, longest),
+        block=draw(st.sampled_from((16, 4, 8, 13, 32, 64))),
+        count=draw(st.integers(0, 8)),
+        among=draw(st.integers(0, 4)),
         mask=draw(st.sampled_from(MASKS)),
         apart=draw(st.booleans()),
         scaled=draw(st.booleans()),
-        own=draw(st.booleans()),
+        own=not draw(st.booleans()),
         window=draw(st.booleans()),
     )
 
@@ -346,6 +346,7 @@ SUITE = Suite(
     NsaAttend,
     CASES,
     growth=NsaAttend(T=256, H=1, block=64, count=2, scaled=True),
+    use=NsaAttend(B=2, T=24, H=1, scaled=True, window=True),
     draw=draw,
     mutants=planted.ATTEND,
 )

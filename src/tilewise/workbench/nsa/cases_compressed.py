@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.verify.suite import Case, Fill, Mutant, Suite, Tensors
-from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sequences, softmax_floor
+from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sizes, softmax_floor
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,14 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> NsaCompressed:
-    """A problem of any shape, small enough to interpret."""
+def draw(draw: Callable[[Any], Any], longest: int) -> NsaCompressed:
+    """A problem of any shape and any options."""
     from hypothesis import strategies as st
 
-    stride = draw(st.sampled_from((1, 2, 4, 8)))
-    return NsaCompressed(**drawn_sequences(draw), compress=stride * draw(st.sampled_from((1, 2, 3))), stride=stride)
+    stride = draw(st.sampled_from((1, 2, 4, 8, 16)))
+    return NsaCompressed(
+        **drawn_sizes(draw, longest, packs=True), compress=stride * draw(st.integers(1, 4)), stride=stride
+    )
 
 
 _LAUNCH = "nsa.compress.launch"
@@ -298,6 +300,7 @@ SUITE = Suite(
     NsaCompressed,
     CASES,
     growth=NsaCompressed(T=256, H=2, Hk=1, compress=32, stride=16),
+    use=NsaCompressed(lengths=(9, 20)),
     draw=draw,
     mutants=MUTANTS,
 )

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.verify.suite import Case, Fill, Suite, Tensors, transposed
 from tilewise.workbench.nsa import planted
-from tilewise.workbench.nsa.base import PATTERNS, Sequences, delta_cost, drawn_sequences, softmax_floor
+from tilewise.workbench.nsa.base import PATTERNS, Sequences, delta_cost, drawn_sizes, softmax_floor
 
 
 @dataclass(frozen=True)
@@ -227,18 +227,23 @@ CASES = (
 )
 
 
-def draw(draw: Callable[[Any], Any]) -> NsaSelected:
-    """A problem of any shape, small enough to interpret."""
+def draw(draw: Callable[[Any], Any], longest: int) -> NsaSelected:
+    """A problem of any shape and any options."""
     from hypothesis import strategies as st
 
     return NsaSelected(
-        **drawn_sequences(draw),
-        block=draw(st.sampled_from((4, 8, 13, 16, 32))),
-        count=draw(st.integers(1, 6)),
+        **drawn_sizes(draw, longest, packs=True),
+        block=draw(st.sampled_from((16, 4, 8, 13, 32, 64))),
+        count=draw(st.integers(1, 8)),
         pattern=draw(st.sampled_from(PATTERNS)),
     )
 
 
 SUITE = Suite(
-    NsaSelected, CASES, growth=NsaSelected(T=256, H=1, block=64, count=2), draw=draw, mutants=planted.SELECTED
+    NsaSelected,
+    CASES,
+    growth=NsaSelected(T=256, H=1, block=64, count=2),
+    use=NsaSelected(lengths=(9, 20), H=1, block=8),
+    draw=draw,
+    mutants=planted.SELECTED,
 )

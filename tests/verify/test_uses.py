@@ -1,0 +1,270 @@
+"""Ways of using an implementation besides one forward and one backward; and what it changes of torch's settings."""
+
+import pytest
+import torch
+
+from tilewise import workbench
+from tilewise.ops.flash.reference import flash_attention
+from tilewise.verify import verify
+from tilewise.verify.api import run_checks
+from tilewise.verify.plan import ALL_USES, DTYPES, implementations, plan
+from tilewise.verify.result import CHANGES_SETTINGS, SKIPPED, WARNING, Check, Settings
+from tilewise.verify.uses import USES
+from tilewise.verify.worker import Job, run_jobs
+from tilewise.workbench.flash.cases import SUITE
+from tilewise.workbench.flash.planted_uses import USES as BUGS
+from tilewise.workbench.operator import UsageError
+
+OPERATORS = workbench.names("suite")
+
+
+def both(q, k, v, *, return_lse=False, **options):
+    """Always the LSE too."""
+    return flash_attention(q, k, v, **options)
+
+
+def right(q, k, v, *, return_lse=False, **options):
+    o, lse = flash_attention(q, k, v, **options)
+    return (o, lse) if return_lse else o
+
+
+def found(function, use=ALL_USES, **settings):
+    """By use, the statuses of findings, warnings included."""
+    report = verify("flash", function, dtypes=["bf16"], uses=[use], **settings)
+    return {
+        result.check.use: [finding.status for finding in result.findings]
+        for result in report.results
+        if result.findings
+    }
+
+
+def test_what_is_right_passes_every_use():
+    assert found(right) == {}
+    assert found(right, configs=["strided", "gqa-3"], gradients=False) == {}
+
+
+def numbered(q, k, v, **options):
+    """Never the same bits twice, within rounding."""
+    o, lse = both(q, k, v, **options)
+    numbered.calls += 1
+    return o, lse + numbered.calls % 7 * 1e-8
+
+
+def rounds_another_way(q, k, v, **options):
+    o, lse = both(q, k, v, **options)
+    return o, lse if torch.is_grad_enabled() else lse * (1 + 1e-7)
+
+
+def requests_nothing(q, k, v, **options):
+    return both(q, k, v, **options)[0]
+
+
+def test_rounding_is_no_failure():
+    numbered.calls = 0
+    assert found(numbered) == {}
+    (result,) = verify("flash", rounds_another_way, dtypes=["bf16"], uses=["no-grad"]).results
+    assert result.passed
+    assert {finding.severity for finding in result.findings} == {WARNING}
+    assert found(requests_nothing) == {}
+
+
+def needs_a_graph(q, k, v, **options):
+    o, lse = both(q, k, v, **options)
+    assert o.grad_fn
+    return o, lse
+
+
+def forgets_its_graph(q, k, v, **options):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.left = 1
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.left -= 1
+            assert ctx.left == 0, "the graph is gone"
+            return gradient
+
+    o, lse = both(q, k, v, **options)
+    return Once.apply(o), lse
+
+
+def compares_offsets(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+    """The host's copy of the offsets is kept by their address, and so is their memory."""
+    kept = compares_offsets.kept.setdefault(cu_seqlens_q.data_ptr(), (cu_seqlens_q, cu_seqlens_q.clone()))[1]
+    return both(q, k, v, cu_seqlens_q=kept, cu_seqlens_k=cu_seqlens_k, **options)
+
+
+def steals_the_gradient(q, k, v, **options):
+    """All inputs or none: a function that was written for training alone."""
+    assert len({x.requires_grad for x in (q, k, v)}) == 1
+    return both(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        (needs_a_graph, "no-grad"),
+        (forgets_its_graph, "second-backward"),
+        (compares_offsets, "same-memory"),
+        (steals_the_gradient, "some-inputs"),
+    ],
+)
+def test_what_is_wrong_in_one_use_alone_says_so(function, use):
+    compares_offsets.kept = {}
+    assert found(function) == {use: [USES[use].status] * len(found(function)[use])}
+
+
+def test_what_is_wrong_anyway_is_not_judged_by_its_uses():
+    results = verify("flash", lambda q, k, v, **options: (q, q[..., 0]), dtypes=["bf16"], uses=["no-grad"]).results
+    (finding,) = results[0].findings
+    assert finding.status == SKIPPED
+    assert "--config lengths=9/0/24,causal=true --dtype bf16" in finding.message
+    assert not results[0].passed
+
+
+def cases_by_use(name, **settings):
+    cases = {}
+    for check in plan(workbench.find(name), None, (), DTYPES, Settings(), **settings):
+        if check.use:
+            cases.setdefault((check.implementation.name, check.use), []).append(check.case)
+    return cases
+
+
+def test_the_default_run_uses_what_is_cheap_and_all_of_them_everything(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert set(cases_by_use("flash")) == {(backend, use) for backend in ("triton", "cpu") for use in USES}
+    assert set(cases_by_use("nsa")) == {("cpu", use) for use in USES}
+    for name in OPERATORS:
+        cases = cases_by_use(name, everything=True)
+        assert set(cases) == {(backend, use) for backend in ("triton", "cpu") for use in USES}
+        # A small one and a drawn one, the same for all.
+        ((small, drawn),) = set(map(tuple, cases.values()))
+        assert small == str(workbench.find(name).load("suite").use) != drawn
+
+
+def test_uses_are_asked_for_by_name():
+    flash = workbench.find("flash")
+    asked = plan(flash, "mine.py:attention", ["small"], ["fp32", "bf16"], Settings(), uses=["no-grad", "two-calls"])
+    assert [(check.case, check.dtype, check.use) for check in asked] == [
+        ("small", "bf16", "no-grad"),
+        ("small", "bf16", "two-calls"),
+    ]
+    assert asked[0].command().endswith("--config small --dtype bf16 --use no-grad --impl mine.py:attention")
+    with pytest.raises(
+        UsageError, match=r"no use 'no-grads': did you mean no-grad\? expected all, or some of no-grad, "
+    ):
+        plan(flash, None, (), DTYPES, Settings(), uses=["no-grads"])
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_our_operators_pass_every_use_of_a_small_case(name):
+    checks = plan(workbench.find(name), None, (), ["bf16"], Settings(), uses=[ALL_USES])
+    assert [(result.check, result.findings) for result in run_checks(checks) if result.findings] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [42, 7])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_our_operators_pass_every_use_of_a_drawn_case(name, seed):
+    checks = [
+        check for check in plan(workbench.find(name), None, (), ["bf16"], Settings(seed), everything=True) if check.use
+    ]
+    assert [(result.check, result.findings) for result in run_checks(checks) if result.findings] == []
+
+
+def failing(bug, cases):
+    """The uses of a small case, and the cases, that a planted bug fails."""
+    kernels = next(one for one in implementations() if one.name == "triton")
+    small = str(SUITE.use)
+    checks = [Check("flash", kernels, case, "bf16") for case in (*cases, small)]
+    checks += [Check("flash", kernels, small, "bf16", use=use) for use in USES]
+    (results,) = run_jobs([Job(tuple(checks), bug.name)])
+    return [result.check.use or result.check.case for result in results if not result.passed]
+
+
+def test_every_use_has_two_bugs_of_its_own():
+    assert sorted(bug.use for bug in BUGS) == sorted([*USES, *USES])
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_of_one_use_is_caught_by_it_alone(bug):
+    assert failing(bug, ["small"]) == [bug.use]
+
+
+@pytest.mark.nightly
+@pytest.mark.gpu
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_no_case_catches_a_bug_of_one_use(bug):
+    kernels = next(one for one in implementations() if one.name == "triton")
+    standard = SUITE.standard(kernels.device, kernels.interpreted)
+    assert failing(bug, [case.name for case in standard]) == [bug.use]
+
+
+def doubles_the_default(q, k, v, **options):
+    torch.set_default_dtype(torch.float64)
+    return both(q, k, v, **options)
+
+
+def draws(q, k, v, **options):
+    torch.rand(3)
+    return both(q, k, v, **options)
+
+
+def takes_threads(q, k, v, **options):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return both(q, k, v, **options)
+
+
+def takes_tf32(q, k, v, **options):
+    torch.set_float32_matmul_precision("high")
+    return both(q, k, v, **options)
+
+
+def is_deterministic(q, k, v, **options):
+    torch.use_deterministic_algorithms(True)
+    return both(q, k, v, **options)
+
+
+def replaces_softmax(q, k, v, **options):
+    softmax = torch.softmax
+    torch.softmax = lambda *arguments, **named: softmax(*arguments, **named)
+    torch.Tensor.softmax = torch.softmax
+    return both(q, k, v, **options)
+
+
+def process():
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.softmax,
+        vars(torch.Tensor).get("softmax"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (doubles_the_default, "the default dtype: torch.float32 before the call, torch.float64 after it"),
+        (draws, "the state of torch's random numbers: others will follow"),
+        (takes_threads, "the number of threads: "),
+        (takes_tf32, "the precision of fp32 matmuls (TF32): ieee before the call, tf32 after it"),
+        (is_deterministic, ", (True, False) after it"),
+        (replaces_softmax, "torch.softmax is another function than before the call"),
+    ],
+)
+def test_changed_settings_are_found_and_put_back(function, says):
+    before = process()
+    (result,) = verify("flash", function, configs=["small"], dtypes=["fp32"]).results
+    assert set(result.statuses) == {CHANGES_SETTINGS}
+    assert says in " and ".join(finding.message for finding in result.findings)
+    assert process() == before
