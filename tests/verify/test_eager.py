@@ -79,8 +79,9 @@ def error(x, truth):
 def test_the_yardstick_is_the_same_over_the_battery(name):
     """Root mean square errors of outputs and gradients, with torch's own 16-bit products and through fp32.
 
-    Bits differ where torch adds up in another order, in 1 of 1,000 elements at most, by a rounding. Where a sum has one
-    term, torch multiplies without a product, and rounds what it sums over a batch in the backward.
+    Bits differ where torch adds up in another order, by a rounding: in 1 of 1,000 elements at most on a CPU with
+    instructions for 16-bit products, in 4 on one without. Where a sum has one term, torch multiplies without a product,
+    and rounds what it sums over a batch in the backward.
     """
     operator = workbench.find(name)
     count = different = 0
@@ -99,4 +100,4 @@ def test_the_yardstick_is_the_same_over_the_battery(name):
                 different += int((x != ours[key]).sum())
                 before, after = error(x, truth[key]), error(ours[key], truth[key])
                 assert abs(after - before) <= slack * before + 1e-7, (case.name, dtype, key, before, after)
-    assert different <= 2e-3 * count
+    assert different <= 5e-3 * count

@@ -59,6 +59,10 @@ def requests_nothing(q, k, v, **options):
     return both(q, k, v, **options)[0]
 
 
+def has_no_default(q, k, v, *, return_lse, **options):
+    return right(q, k, v, return_lse=return_lse, **options)
+
+
 def test_rounding_is_no_failure():
     numbered.calls = 0
     assert found(numbered) == {}
@@ -66,6 +70,7 @@ def test_rounding_is_no_failure():
     assert result.passed
     assert {finding.severity for finding in result.findings} == {WARNING}
     assert found(requests_nothing) == {}
+    assert found(has_no_default, "fewer-outputs") == {}
 
 
 def needs_a_graph(q, k, v, **options):

@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,26 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
         raise UsageError(f"{name}{signature} lacks {needs}: accept them, or choose cases that do without by --config")
 
 
+def declined(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """What does not request what the arguments do: False for each that `function` has no default for."""
+    parameters = _parameters(function) or {}
+    return {
+        name: False for name in arguments if name in parameters and parameters[name].default is inspect.Parameter.empty
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Those of compiled functions may be unknown."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that `function` has a parameter for, all if that is unknown."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    parameters = _parameters(function)
+    if parameters is None:
         return arguments
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if any_name or name in parameters}

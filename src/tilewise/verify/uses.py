@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tilewise.verify.attempt import Attempt, are_within, differing
-from tilewise.verify.implementation import Incoming, copies, floating, gradients_of, leaves_of, outputs_of
+from tilewise.verify.implementation import Incoming, copies, declined, floating, gradients_of, leaves_of, outputs_of
 from tilewise.verify.result import FAILURE, WARNING, Finding
 from tilewise.verify.suite import Problem, Tensors
 
@@ -141,7 +141,8 @@ def _without_optional_outputs(use: Ordinary) -> Iterator[Pair]:
         inputs = subject.inputs(torch.nan)
         return subject.attempt(inputs, partial(evaluate, function, use.leaves(inputs)))
 
-    yield Pair(f"without {', '.join(subject.returning)}", attempt(use.function), attempt(subject.bare))
+    bare = partial(subject.bare, **declined(subject.bare, subject.returning))
+    yield Pair(f"without {', '.join(subject.returning)}", attempt(use.function), attempt(bare))
 
 
 def _some_inputs(use: Ordinary) -> Iterator[Pair]:
