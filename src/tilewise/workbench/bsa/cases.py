@@ -14,6 +14,7 @@ from tilewise.bench.contender import Baseline, Call, floating_leaves
 from tilewise.bench.dense import in_blocks, in_window
 from tilewise.verify import drawing
 from tilewise.verify.compare import compare_choices
+from tilewise.verify.rounding import EPS, score_rounding
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.bsa import planted
 from tilewise.workbench.hstu.cases import LONG, SHORT
@@ -132,17 +133,15 @@ class Bsa(Problem):
         """Twice the tokens."""
         return dataclasses.replace(self, T=2 * self.T, lengths=tuple(2 * length for length in self.lengths))
 
-    def floor(self, name: str, _truth: Tensors, _inputs: Tensors) -> float:
+    def floor(self, name: str, _truth: Tensors, inputs: Tensors) -> float:
         """What fp32 itself costs gradients.
 
         A gate's is a sum over channels of which layer norm leaves the smaller part: rounding of what cancels shows in
-        the rest. Those of q and k contain SiLU's slope, which changes by up to half of a score's error; and scores, at
-        most about 4 · size, are accurate to eps of themselves.
+        the rest. Those of q and k contain SiLU's slope, which changes by up to half of a score's error.
         """
-        roundings = {"dq": 2 * self.size, "dk": 2 * self.size}.get(
-            name, GATE_ROUNDINGS if name.startswith("dg_") else 0
-        )
-        return roundings * torch.finfo(torch.float32).eps
+        if name in ("dq", "dk"):
+            return score_rounding(inputs["q"], inputs["k"], self.scale) / 2
+        return GATE_ROUNDINGS * EPS if name.startswith("dg_") else 0.0
 
     def _choice_shape(self) -> tuple[int, ...]:
         if self.lengths:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from tilewise.verify import drawing
+from tilewise.verify.rounding import EPS
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.bsa import planted
 from tilewise.workbench.bsa.cases import GATE_ROUNDINGS, LAWS, LEAST_TOKENS
@@ -136,8 +137,7 @@ class HstuBsa(Problem):
         """What fp32 itself costs gradients, as in block-sparse attention's own problem; the weights' come through the
         gates'.
         """
-        roundings = {"dq": 2, "dk": 2, "dgate_weights": GATE_ROUNDINGS}.get(name, 0)
-        return roundings * torch.finfo(torch.float32).eps
+        return {"dq": 2, "dk": 2, "dgate_weights": GATE_ROUNDINGS}.get(name, 0) * EPS
 
 
 class _GateModel:

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.bench.dense import Dense, baselines, window_pairs
 from tilewise.verify import drawing
+from tilewise.verify.rounding import delta_cost, score_rounding, softmax_floor
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.flash import planted
 from tilewise.workbench.flash.planted_uses import USES
@@ -125,33 +126,13 @@ class Flash(Problem):
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
 
     def floor(self, name: str, truth: Tensors, inputs: Tensors) -> float:
-        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that
-        into a relative error.
-
-        Gradients also start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, an error that eager torch, which
-        keeps probabilities, does not have.
-        """
-        eps = torch.finfo(torch.float32).eps
-        scale = self.D**-0.5 if self.scale is None else abs(self.scale)
-        rows = [x.norm(dim=-1).max().item() if x.numel() else 0.0 for x in (inputs["q"], inputs["k"])]
-        score = eps * scale * rows[0] * rows[1]
-        lse = truth["lse"][truth["lse"].isfinite()].abs()
-        largest = lse.max().item() if lse.numel() else 0.0
-        if name == "lse":
-            return score / largest if largest else 0.0
-        return score if name in self.outputs else score + eps * largest
+        """What fp32 costs scores and LSE."""
+        score = score_rounding(inputs["q"], inputs["k"], self.scale)
+        return softmax_floor(name, score, truth["lse"], name not in self.outputs)
 
     def storage_cost(self, truth: Tensors, incoming: Tensors, dtype: torch.dtype) -> Tensors:
-        """delta = rowsum(o · do) is computed from the rounded o and summed in fp32, and enters like a gradient of the
-        LSE, with the other sign.
-
-        Eager torch, which keeps probabilities, does not have this error; it shows where keys are alike and gradients
-        cancel.
-        """
-        products = truth["o"] * incoming["o"]
-        lost = ((truth["o"].to(dtype).double() - truth["o"]) * incoming["o"]).sum(-1) + torch.finfo(
-            torch.float32
-        ).eps * products.abs().sum(-1)
+        """That of delta."""
+        lost = delta_cost(truth["o"], incoming["o"], dtype)
         return {"o": torch.zeros_like(truth["o"]), "lse": lost.transpose(-1, -2)}
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tilewise.bench.contender import Baseline, Call, CannotRunError, as_leaf
 from tilewise.verify import drawing
+from tilewise.verify.rounding import score_rounding
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut
 from tilewise.workbench.hstu import planted
 from tilewise.workbench.operator import Benchmark
@@ -110,16 +111,8 @@ class Hstu(Problem):
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
 
     def floor(self, name: str, _truth: Tensors, inputs: Tensors) -> float:
-        """What fp32 itself costs the gradients of q and k.
-
-        A score is a sum that fp32 rounds by up to eps · alpha · |q| |k|, however small it comes out; SiLU's slope
-        changes by half of that.
-        """
-        if name not in ("dq", "dk"):
-            return 0.0
-        alpha = self.D**-0.5 if self.alpha is None else abs(self.alpha)
-        rows = [x.norm(dim=-1).max().item() if x.numel() else 0.0 for x in (inputs["q"], inputs["k"])]
-        return torch.finfo(torch.float32).eps * alpha * rows[0] * rows[1] / 2
+        """The slope of SiLU changes by half of what fp32 costs a score."""
+        return score_rounding(inputs["q"], inputs["k"], self.alpha) / 2 if name in ("dq", "dk") else 0.0
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 
 from tilewise.verify import drawing
+from tilewise.verify.rounding import score_rounding
 from tilewise.verify.suite import Fill, Problem, Tensors, cumulative, cut, transposed
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned")
 PATTERNS = ("random", "smooth", "repeats", "holes", "own")
-EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,8 @@ class Sequences(Attention):
         return {name: letters.replace("B", "") if self.lengths else letters for name, letters in axes.items()}
 
     def score_error(self, inputs: Tensors, *keys: str) -> float:
-        """A score is a sum that fp32 rounds by up to eps · scale · |q| |k|, however small it comes out; exp turns that
-        into a relative error.
-        """
-        scale = self.D**-0.5 if self.scale is None else abs(self.scale)
-        return EPS * scale * longest(inputs["q"]) * max(longest(inputs[name]) for name in keys)
+        """What fp32 costs the scores of q and any of these keys."""
+        return max(score_rounding(inputs["q"], inputs[name], self.scale) for name in keys)
 
     def blocks_by_pattern(self, pattern: str, block: int, count: int) -> torch.Tensor:
         """Indices [B, T, Hk, count], or packed, each sequence's counted from its own start."""
@@ -136,34 +133,6 @@ class Sequences(Attention):
             for tokens in self.tokens()
         ]
         return torch.cat([part[0] for part in parts]) if self.lengths else parts[0]
-
-
-def longest(x: torch.Tensor) -> float:
-    """The largest norm of a row."""
-    return x.norm(dim=-1).max().item() if x.numel() else 0.0
-
-
-def softmax_floor(name: str, score: float, lse: torch.Tensor, gradient: bool) -> float:
-    """What fp32 itself costs a result over scores that are off by `score`, relative to it.
-
-    Gradients also start from an LSE in fp32: exp(s - lse) is off by eps · |lse|, an error that eager torch, which keeps
-    probabilities, does not have.
-    """
-    finite = lse[lse.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    if name.startswith("lse"):
-        return score / largest if largest else 0.0
-    return score + EPS * largest if gradient else score
-
-
-def delta_cost(o: torch.Tensor, incoming: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """delta = rowsum(o · do) is computed from the rounded o and summed in fp32, and enters like a gradient of the LSE,
-    with the other sign.
-
-    Eager torch, which keeps probabilities, does not have this error; it shows where keys are alike and gradients
-    cancel.
-    """
-    return ((o.to(dtype).double() - o) * incoming).sum(-1) + EPS * (o * incoming).abs().sum(-1)
 
 
 def block_pattern(

@@ -8,9 +8,10 @@ import torch
 
 from tilewise.verify import drawing
 from tilewise.verify.compare import compare_choices
+from tilewise.verify.rounding import EPS
 from tilewise.verify.suite import LAWS, Case, Fill, Suite, Tensors, cut
 from tilewise.workbench.nsa import planted
-from tilewise.workbench.nsa.base import EPS, Sequences, drawn_sizes
+from tilewise.workbench.nsa.base import Sequences, drawn_sizes
 from tilewise.workbench.nsa.cases_compressed import check_windows, window_count
 
 # The fewest tokens that are drawn: `draw` says why.

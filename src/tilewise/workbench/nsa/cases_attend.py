@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilewise.verify.rounding import delta_cost, score_rounding, softmax_floor
 from tilewise.verify.suite import Case, Fill, Suite, Tensors, cut, transposed
 from tilewise.workbench.nsa import planted
-from tilewise.workbench.nsa.base import EPS, Attention, delta_cost, drawn_sizes, longest, softmax_floor
+from tilewise.workbench.nsa.base import Attention, drawn_sizes
 
 MASKS = ("random", "all", "none")
 # The value of masked indices: nothing may read it.
@@ -99,7 +100,7 @@ class NsaAttend(Attention):
         factor = (
             max(1.0, inputs["sel_scale"].abs().max().item()) if self.scaled and inputs["sel_scale"].numel() else 1.0
         )
-        score = EPS * self.D**-0.5 * longest(inputs["fq"]) * longest(inputs["fk"]) * factor
+        score = score_rounding(inputs["fq"], inputs["fk"]) * factor
         lse = (
             truth[name]
             if name.startswith("lse")

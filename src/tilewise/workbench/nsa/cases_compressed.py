@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilewise.verify.rounding import delta_cost, softmax_floor
 from tilewise.verify.suite import Case, Fill, Mutant, Suite, Tensors
-from tilewise.workbench.nsa.base import Sequences, delta_cost, drawn_sizes, softmax_floor
+from tilewise.workbench.nsa.base import Sequences, drawn_sizes
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilewise.verify.rounding import delta_cost, softmax_floor
 from tilewise.verify.suite import Case, Fill, Suite, Tensors, transposed
 from tilewise.workbench.nsa import planted
-from tilewise.workbench.nsa.base import PATTERNS, Sequences, delta_cost, drawn_sizes, softmax_floor
+from tilewise.workbench.nsa.base import PATTERNS, Sequences, drawn_sizes
 
 
 @dataclass(frozen=True)
