@@ -8,7 +8,7 @@ from tilewise.ops.flash.reference import flash_attention
 from tilewise.verify import verify
 from tilewise.verify.api import run_checks
 from tilewise.verify.plan import ALL_USES, DTYPES, implementations, plan
-from tilewise.verify.result import CHANGES_SETTINGS, SKIPPED, WARNING, Check, Settings
+from tilewise.verify.result import CHANGES_SETTINGS, NOT_JUDGED, NOTE, SKIPPED, WARNING, Check, Finding, Settings
 from tilewise.verify.uses import USES
 from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash.cases import SUITE
@@ -144,7 +144,8 @@ def test_the_default_run_uses_what_is_cheap_and_all_of_them_everything(monkeypat
     assert set(cases_by_use("nsa")) == {("cpu", use) for use in USES}
     for name in OPERATORS:
         cases = cases_by_use(name, everything=True)
-        assert set(cases) == {(backend, use) for backend in ("triton", "cpu") for use in USES}
+        expected = set(USES) if workbench.find(name).load("suite").use.returning else {*USES} - {"fewer-outputs"}
+        assert set(cases) == {(backend, use) for backend in ("triton", "cpu") for use in expected}
         # A small one and a drawn one, the same for all.
         ((small, drawn),) = set(map(tuple, cases.values()))
         assert small == str(workbench.find(name).load("suite").use) != drawn
@@ -162,6 +163,20 @@ def test_uses_are_asked_for_by_name():
         UsageError, match=r"no use 'no-grads': did you mean no-grad\? expected all, or some of no-grad, "
     ):
         plan(flash, None, (), DTYPES, Settings(), uses=["no-grads"])
+
+
+def test_a_use_that_has_nothing_to_try_says_so():
+    def outputs_alone(q, k, v, **options):
+        return both(q, k, v, **options)[0]
+
+    def no_lse(q, k, v, *, causal=False):
+        return outputs_alone(q, k, v, causal=causal)
+
+    (result,) = verify("flash", no_lse, configs=["T=5"], dtypes=["bf16"], uses=["fewer-outputs"]).results
+    assert result.passed
+    assert result.findings == (Finding(NOT_JUDGED, "fewer-outputs: there are no optional outputs, not judged", NOTE),)
+    checks = plan(workbench.find("flash"), None, (), DTYPES, Settings(gradients=False))
+    assert {check.use for check in checks} == {"", *USES} - {"some-inputs", "second-backward"}
 
 
 @pytest.mark.slow

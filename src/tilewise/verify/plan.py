@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tilewise.verify.drawing import INTERPRETED, SHORT, drawn
 from tilewise.verify.result import Check, Implementation, Settings
 from tilewise.verify.suite import FILLS, Mutant, Problem, Suite, make_fill, sequences
-from tilewise.verify.uses import USES
+from tilewise.verify.uses import USES, applies
 from tilewise.workbench.operator import GROWTH, Operator, UsageError, did_you_mean
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -109,7 +109,8 @@ def plan(
         checks += [
             Check(operator.name, implementation, name, dtypes[-1], settings, use)
             for name in used
-            for use in (USES if not uses or ALL_USES in uses else uses)
+            for use in (uses if uses and ALL_USES not in uses else USES)
+            if use in uses or applies(use, suite.find(name).problem, settings.gradients)
         ]
     return checks
 

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.verify.attempt import Attempt, are_within, differing
 from tilewise.verify.implementation import Incoming, copies, declined, floating, gradients_of, leaves_of, outputs_of
-from tilewise.verify.result import FAILURE, WARNING, Finding
+from tilewise.verify.result import FAILURE, NOT_JUDGED, NOTE, WARNING, Finding
 from tilewise.verify.suite import Problem, Tensors
 
 Results = dict[str, torch.Tensor | None]
@@ -276,11 +276,12 @@ def _plain_memory(use: Ordinary) -> Iterator[Pair]:
 
 
 class Use(NamedTuple):
-    """A way of using a function: the status of a finding, what it is in a line, and its runs."""
+    """A way of using a function: the status of a finding, what it is in a line, its runs, and why there may be none."""
 
     status: str
     about: str
     compare: Callable[[Ordinary], Iterator[Pair]]
+    nothing: str = ""
 
 
 USES = {
@@ -290,12 +291,30 @@ USES = {
         _without_gradients,
     ),
     "fewer-outputs": Use(
-        "wrong without optional outputs", "optional outputs are not requested", _without_optional_outputs
+        "wrong without optional outputs",
+        "optional outputs are not requested",
+        _without_optional_outputs,
+        "there are no optional outputs",
     ),
-    "some-inputs": Use("wrong where inputs are frozen", "only some inputs require grad", _some_inputs),
-    "second-backward": Use("wrong in a second backward", "backward twice, with retain_graph", _second_backward),
+    "some-inputs": Use(
+        "wrong where inputs are frozen",
+        "only some inputs require grad",
+        _some_inputs,
+        "fewer than two gradients are checked",
+    ),
+    "second-backward": Use(
+        "wrong in a second backward",
+        "backward twice, with retain_graph",
+        _second_backward,
+        "no gradients are checked",
+    ),
     "two-calls": Use("calls share state", "two forwards, then both backwards", _two_calls),
-    "same-tensor": Use("wrong where inputs are one tensor", "two inputs are the same tensor", _same_tensor),
+    "same-tensor": Use(
+        "wrong where inputs are one tensor",
+        "all inputs of one shape are the same tensor",
+        _same_tensor,
+        "no two inputs have one shape",
+    ),
     "same-memory": Use(
         "remembers old values", "other values in the same memory, then the old ones again", _same_memory
     ),
@@ -303,8 +322,17 @@ USES = {
 }
 
 
+def applies(name: str, problem: Problem, gradients: bool) -> bool:
+    """Whether the use of that name has anything to try, as far as that is known before a run."""
+    if name == "fewer-outputs":
+        return bool(problem.returning)
+    return gradients or name not in ("some-inputs", "second-backward")
+
+
 def find(name: str, ordinary: Ordinary, external: bool) -> list[Finding]:
     """What is wrong with the use of that name."""
     use = USES[name]
     judged = [ordinary.judge(pair, external) for pair in use.compare(ordinary)]
+    if not judged:
+        return [Finding(NOT_JUDGED, f"{name}: {use.nothing}, not judged", NOTE)]
     return [Finding(use.status, message, severity) for message, severity in judged if message]
