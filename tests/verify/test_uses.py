@@ -108,9 +108,16 @@ def steals_the_gradient(q, k, v, **options):
     return both(q, k, v, **options)
 
 
+def doubles_for_one(q, k, v, **options):
+    """Wrong where exactly one input requires grad."""
+    o, lse = both(q, k, v, **options)
+    return (o if sum(x.requires_grad for x in (q, k, v)) != 1 else o * 2), lse
+
+
 @pytest.mark.parametrize(
     ("function", "use"),
     [
+        (doubles_for_one, "some-inputs"),
         (needs_a_graph, "no-grad"),
         (forgets_its_graph, "second-backward"),
         (compares_offsets, "same-memory"),
@@ -253,6 +260,17 @@ def is_deterministic(q, k, v, **options):
     return both(q, k, v, **options)
 
 
+def autocasts(q, k, v, **options):
+    results = both(q, k, v, **options)
+    torch.set_autocast_enabled("cpu", True)
+    return results
+
+
+def forbids_kernels(q, k, v, **options):
+    torch.backends.cuda.enable_flash_sdp(False)
+    return both(q, k, v, **options)
+
+
 def replaces_softmax(q, k, v, **options):
     softmax = torch.softmax
     torch.softmax = lambda *arguments, **named: softmax(*arguments, **named)
@@ -266,6 +284,8 @@ def process():
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.backends.cuda.flash_sdp_enabled(),
         torch.softmax,
         vars(torch.Tensor).get("softmax"),
     )
@@ -279,12 +299,14 @@ def process():
         (takes_threads, "the number of threads: "),
         (takes_tf32, "the precision of fp32 matmuls (TF32): ieee before the call, tf32 after it"),
         (is_deterministic, ", (True, False) after it"),
+        (autocasts, "autocast on the CPU: False before the call, True after it"),
+        (forbids_kernels, "whether attention may use flash: True before the call, False after it"),
         (replaces_softmax, "torch.softmax is another function than before the call"),
     ],
 )
 def test_changed_settings_are_found_and_put_back(function, says):
     before = process()
-    (result,) = verify("flash", function, configs=["small"], dtypes=["fp32"]).results
+    (result,) = verify("flash", function, configs=["small"], dtypes=["fp32"], gradients=False).results
     assert set(result.statuses) == {CHANGES_SETTINGS}
     assert says in " and ".join(finding.message for finding in result.findings)
     assert process() == before

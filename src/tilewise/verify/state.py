@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ _NAMESPACES = (
     torch.fft,
     torch.amp,
     torch.cuda,
+    torch.random,
+    torch.testing,
+    torch.nn,
+    torch.nn.attention,
 )
 
 
@@ -40,11 +45,21 @@ def _set_matmul_precision(value: str) -> None:
     torch.set_float32_matmul_precision("highest" if value == "ieee" else "high")
 
 
+def _autocast(device: str) -> _Setting:
+    return _Setting(partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device))
+
+
+def _sdp(name: str) -> _Setting:
+    return _Setting(getattr(torch.backends.cuda, f"{name}_enabled"), getattr(torch.backends.cuda, f"enable_{name}"))
+
+
 _SETTINGS = {
     "the default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
     "the default device": _Setting(torch.get_default_device, torch.set_default_device),
     "the number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
     "grad mode": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "autocast on the CPU": _autocast("cpu"),
+    "autocast on the GPU": _autocast("cuda"),
     "the precision of fp32 matmuls (TF32)": _Setting(_matmul_precision, _set_matmul_precision),
     "the precision of fp32 convolutions (TF32)": _attribute(
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -58,6 +73,9 @@ _SETTINGS = {
     ),
     "fp16 sums of reduced precision": _attribute(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     "bf16 sums of reduced precision": _attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    **{
+        f"whether attention may use {name}": _sdp(f"{name}_sdp") for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
 }
 
 

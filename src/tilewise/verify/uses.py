@@ -149,7 +149,7 @@ def _some_inputs(use: Ordinary) -> Iterator[Pair]:
     names = floating(use.subject.inputs(torch.nan))
     if use.subject.incoming is None or len(names) < 2:
         return
-    for wanted in _telling_apart(names):
+    for wanted in _each_alone_and_each_frozen(names):
         inputs = use.subject.inputs(torch.nan)
         leaves = leaves_of(inputs, wanted)
         actual = use.subject.attempt(inputs, partial(use.evaluate, leaves, use.subject.incoming))
@@ -157,15 +157,9 @@ def _some_inputs(use: Ordinary) -> Iterator[Pair]:
         yield Pair(f"only {', '.join(wanted)} require grad", expected, actual)
 
 
-def _telling_apart(names: list[str]) -> list[list[str]]:
-    """Sets such that for any two names one set has the first alone, and another the second: by the digits of their
-    places.
-    """
-    sets = []
-    for digit in range((len(names) - 1).bit_length()):
-        for value in (0, 1):
-            sets.append([name for i, name in enumerate(names) if i >> digit & 1 == value])
-    return sets
+def _each_alone_and_each_frozen(names: list[str]) -> list[list[str]]:
+    alone = [[name] for name in names]
+    return alone + [others for name in names if (others := [one for one in names if one != name]) not in alone]
 
 
 def _second_backward(use: Ordinary) -> Iterator[Pair]:
