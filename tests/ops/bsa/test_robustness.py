@@ -1,13 +1,17 @@
 """What the kernels do with values that nobody checked, with NaN, and at the edges of sizes."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tilewise import block_sparse_attn
 from tilewise.ops.bsa import configs, launch, reference
 from tilewise.ops.bsa.choose.launch import choose
 from tilewise.ops.bsa.configs import Options
 from tilewise.ops.bsa.selected import launch as selected
 from tilewise.ops.nsa import configs as nsa_configs
+from tilewise.verify import verify
 
 # What takes long to interpret is left to the slow set, and to a GPU.
 LONG = [] if torch.cuda.is_available() else [pytest.mark.slow]
@@ -122,3 +126,16 @@ def test_a_block_that_fits_no_tile_is_refused():
     x = torch.empty(1, 600, 1, 256, device="meta")
     with pytest.raises(ValueError, match="fit no tile"):
         selected.make_inputs(x, x, x, torch.empty(1, 600, 1, 2, dtype=torch.int32, device="meta"), None, 257, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+def test_sums_beyond_fp16_before_layer_norm(backend):
+    """A branch's output, a sum over keys without a softmax, is above 65,504 here; o is not."""
+    if backend == "cpu" and torch.cuda.is_available():
+        pytest.skip("the backend of CPU tensors")
+    case = "T=33,D=16,Dv=8,count=2,size=300,window=20"
+    report = verify(
+        "bsa", partial(block_sparse_attn, backend=backend), configs=[case], dtypes=["fp16"], fill="one-signed"
+    )
+    assert report.passed, report.failures

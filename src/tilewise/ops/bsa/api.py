@@ -8,7 +8,7 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.bsa import cpu, reference
-from tilewise.ops.bsa.configs import Options
+from tilewise.ops.bsa.configs import Options, branch_dtype
 from tilewise.ops.nsa.branches import nothing, without_autocast
 
 if HAS_TRITON:
@@ -275,13 +275,14 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: An
 
     chosen = empty(*batch, heads, tokens, slots, dtype=torch.int32)
     means = (empty(*batch, tokens // block_size, heads, x.shape[-1]) for x in (k, v))
+    kept = branch_dtype(q.dtype)
     return (
         empty(*v.shape),
         chosen,
         *means,
-        empty(*v.shape),
-        empty(*v.shape),
-        empty(*v.shape) if window_size > 0 else empty(0),
+        empty(*v.shape, dtype=kept),
+        empty(*v.shape, dtype=kept),
+        empty(*(v.shape if window_size > 0 else (0,)), dtype=kept),
     )
 
 

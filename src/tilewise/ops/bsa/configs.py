@@ -5,14 +5,12 @@ Measured on an H200 (`hopper`); the other families are chosen by compiling for t
 What every backend of block-sparse attention takes besides its tensors, and what its forward gives.
 """
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from tilewise.ops._host.symbol import cached
 from tilewise.ops.flash.configs import family
-
-if TYPE_CHECKING:
-    import torch
-
 
 Kernel = Literal["selected_fwd", "selected_bwd", "choose"]
 
@@ -95,19 +93,26 @@ class Options(NamedTuple):
     interleave: bool
 
 
+def branch_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a branch's output is kept in until layer norm, for q in that dtype: without a softmax it is a sum over all
+    keys, which fp16 soon cannot hold.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 class Results(NamedTuple):
-    """The output, the blocks as the public function returns them, and what the backward needs: all but the blocks in
-    q's dtype and contiguous.
+    """The output, the blocks as the public function returns them, and what the backward needs, contiguous: all but the
+    blocks and the branches' outputs in q's dtype.
 
     k_cmp and v_cmp are the whole blocks' means: dense [B, T // block_size, H, ·], packed [N // block_size, H, ·]; in
     which rows a packed sequence's means lie is up to the backend. o_cmp, o_slc and o_swa are the branches'
-    outputs before gates and layer norm; o_swa is empty, [0], where window_size is 0.
+    outputs before gates and layer norm, in `branch_dtype`; o_swa is empty, [0], where window_size is 0.
     """
 
-    o: "torch.Tensor"
-    block_indices: "torch.Tensor"
-    k_cmp: "torch.Tensor"
-    v_cmp: "torch.Tensor"
-    o_cmp: "torch.Tensor"
-    o_slc: "torch.Tensor"
-    o_swa: "torch.Tensor"
+    o: torch.Tensor
+    block_indices: torch.Tensor
+    k_cmp: torch.Tensor
+    v_cmp: torch.Tensor
+    o_cmp: torch.Tensor
+    o_slc: torch.Tensor
+    o_swa: torch.Tensor

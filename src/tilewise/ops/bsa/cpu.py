@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tilewise.ops.bsa.configs import LAYER_NORM_EPS, Options, Results
+from tilewise.ops.bsa.configs import LAYER_NORM_EPS, Options, Results, branch_dtype
 from tilewise.ops.nsa import cpu_tiles as tiles
 from tilewise.ops.nsa.cpu import compress
 from tilewise.ops.nsa.cpu_tiles import STATE
@@ -146,8 +146,9 @@ def forward(
     slots = min(count, -(-tokens // block_size)) if cu is None else count
     windows = mean_windows(cu, tokens, block_size)
     k_cmp, v_cmp = (compress(x, cu, windows, block_size, block_size) for x in (k, v))
-    o, o_cmp, o_slc = (torch.empty(v.shape, dtype=q.dtype, device="cpu") for _ in range(3))
-    o_swa = torch.empty(v.shape if window_size > 0 else (0,), dtype=q.dtype, device="cpu")
+    o, kept = torch.empty(v.shape, dtype=q.dtype, device="cpu"), branch_dtype(q.dtype)
+    o_cmp, o_slc = (torch.empty(v.shape, dtype=kept, device="cpu") for _ in range(2))
+    o_swa = torch.empty(v.shape if window_size > 0 else (0,), dtype=kept, device="cpu")
     block_indices = torch.empty(*q.shape[:-3], heads, tokens, slots, dtype=torch.int32, device="cpu")
     for at, by_head, room in tiles.sequences(q.shape[0], cu, windows):
         one_q, one_k, one_v = q[at], k[at], v[at]
@@ -171,7 +172,7 @@ def forward(
                 outputs.append((_attend(b_q, b_k, b_v, keep, scale)[0], o_swa))
             total = torch.zeros(rows.stop - rows.start, heads, v.shape[-1], **STATE)
             for (output, stored), gate in zip(outputs, _rows(gates, at, rows), strict=False):
-                stored[at][rows] = output.transpose(0, 1).to(q.dtype)
+                stored[at][rows] = output.transpose(0, 1).to(kept)
                 total += _gated_norm(output.transpose(0, 1), gate)
             o[at][rows] = (u[at][rows].float() * total).to(q.dtype)
     return Results(o, block_indices, k_cmp, v_cmp, o_cmp, o_slc, o_swa)

@@ -57,13 +57,14 @@ def plan_forward(
     shared = 2 if options.interleave else 1
     windows = mean_windows(cu, tokens, block_size)
     k_cmp, v_cmp = (compress(x, cu, windows, block_size, block_size) for x in (k, v))
-    o_cmp = silu.plan_forward(_compressed(q, k_cmp, v_cmp, cu, windows, options))
+    dtype = configs.branch_dtype(q.dtype)
+    o_cmp = silu.plan_forward(_compressed(q, k_cmp, v_cmp, cu, windows, options), dtype=dtype)
     count = options.block_counts if cu is not None else min(options.block_counts, -(-tokens // block_size))
     indices, public = choose(q, k_cmp, cu, windows, count, block_size, shared, options.scale)
     o_slc = selected.forward(selected.make_inputs(q, k, v, indices, cu, block_size, options.scale))
-    o_swa = silu.plan_forward(_window(q, k, v, cu, options)) if options.window_size else None
-    o = norm_forward(u, (o_cmp, o_slc, o_swa), gates)
-    return Results(o, public, k_cmp, v_cmp, o_cmp, o_slc, q.new_empty((0,)) if o_swa is None else o_swa)
+    o_swa = silu.plan_forward(_window(q, k, v, cu, options), dtype=dtype) if options.window_size else None
+    o = norm_forward(u, (o_cmp, o_slc, o_swa), gates, q.dtype)
+    return Results(o, public, k_cmp, v_cmp, o_cmp, o_slc, o_cmp.new_empty((0,)) if o_swa is None else o_swa)
 
 
 def plan_backward(

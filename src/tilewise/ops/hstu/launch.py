@@ -220,10 +220,12 @@ def forward_launches(inputs: Inputs, o: torch.Tensor, config: Config, taps: Taps
     return [*tiles.launches, Launch(hstu_fwd_kernel, tiles.slots * q.shape[-2], arguments)]
 
 
-def plan_forward(inputs: Inputs, config: Config | None = None, taps: Taps | None = None) -> torch.Tensor:
-    """Output [..., T, H, Dv] in q's dtype, with the given tiles or those that configs choose."""
+def plan_forward(
+    inputs: Inputs, config: Config | None = None, taps: Taps | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Output [..., T, H, Dv] in q's dtype, or in `dtype`, with the given tiles or those that configs choose."""
     q, v = inputs.q, inputs.v
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype or q.dtype)
     if o.numel():
         emit(q, *forward_launches(inputs, o, config or _choose("fwd", inputs), taps))
     return o

@@ -28,8 +28,8 @@ MAX_LISTED = 4
 # The fewest tokens that are drawn: `draw` says why.
 LEAST_TOKENS = 40
 # Where channels are alike, or one number outweighs a token's others, layer norm magnifies rounding: in eager torch by
-# chance less than elsewhere.
-LAWS = ("random", "one-signed", "small-head", "zero")
+# chance less than elsewhere. One-signed sums over keys overflow fp16 in eager torch, which then tells nothing.
+LAWS = ("random", "small-head", "zero")
 # Roundings in fp32 that a gate's gradient may be off by.
 GATE_ROUNDINGS = 16
 

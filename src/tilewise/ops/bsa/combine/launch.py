@@ -62,9 +62,9 @@ def _tokens(x: torch.Tensor) -> int:
     return x.numel() // (x.shape[-1] * x.shape[-2])
 
 
-def norm_forward(u: torch.Tensor, branches: Branches, gates: Gates) -> torch.Tensor:
-    """u times the sum of the branches' outputs, each times its gate and normalised; in their dtype, contiguous."""
-    o = branches[0].new_empty(branches[0].shape)
+def norm_forward(u: torch.Tensor, branches: Branches, gates: Gates, dtype: torch.dtype) -> torch.Tensor:
+    """u times the sum of the branches' outputs, each times its gate and normalised; in `dtype`, contiguous."""
+    o = branches[0].new_empty(branches[0].shape, dtype=dtype)
     if o.numel():
         arguments = _norm(u, branches, gates) | {"o": o}
         emit(o, Launch(bsa_norm_fwd_kernel, -(-_tokens(o) // norm_rows(*u.shape[-2:])), arguments))
@@ -74,10 +74,11 @@ def norm_forward(u: torch.Tensor, branches: Branches, gates: Gates) -> torch.Ten
 def norm_backward(
     do: torch.Tensor, u: torch.Tensor, branches: Branches, gates: Gates
 ) -> tuple[torch.Tensor, Branches, Gates]:
-    """The gradients of u, of the branches' outputs and of the gates; None where there is none."""
+    """The gradients of u, of the branches' outputs (in do's dtype) and of the gates; None where there is none."""
     o_cmp, o_slc, o_swa = branches
-    du, do_cmp, do_slc = (x.new_empty(x.shape) for x in (u, o_cmp, o_slc))
-    do_swa = None if o_swa is None else o_swa.new_empty(o_swa.shape)
+    du = u.new_empty(u.shape)
+    do_cmp, do_slc = (x.new_empty(x.shape, dtype=do.dtype) for x in (o_cmp, o_slc))
+    do_swa = None if o_swa is None else o_swa.new_empty(o_swa.shape, dtype=do.dtype)
     dg_cmp, dg_slc, dg_swa = (None if gate is None else gate.new_empty(gate.shape) for gate in gates)
     if du.numel():
         outgoing = _records("d", (do_cmp, do_slc, do_swa), (dg_cmp, dg_slc, dg_swa))

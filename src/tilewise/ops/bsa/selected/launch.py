@@ -131,9 +131,9 @@ def _add_slots(
 
 
 def forward(inputs: Inputs) -> torch.Tensor:
-    """Output [..., T, H, Dv] in q's dtype."""
+    """Output [..., T, H, Dv] in `configs.branch_dtype`."""
     q, named = inputs.q, inputs.named
-    o = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
+    o = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=configs.branch_dtype(q.dtype))
     if o.numel() == 0:
         return o
     config = inputs.config("selected_fwd")
