@@ -1,4 +1,5 @@
-"""Triton's interpreter, repaired: kernels on CPU tensors, in NumPy, for machines without a GPU.
+"""Triton's interpreter, repaired: kernels on CPU tensors, in NumPy, for machines without a GPU; and a simulation of
+Hopper for kernels in Gluon, which it does not know.
 
 As it comes (3.6 to 3.9) it computes bf16 on the raw bits, truncates fp32 to bf16, sorts 256 numbers in a second, fails
 on `range(tensor)` with NumPy 2.4 (3.6), and mixes up launches of two threads.
@@ -15,11 +16,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from tilewise import _interpreter_speed
 
-__all__ = ["interpreting", "quiet", "repair", "use_where_no_gpu"]
+__all__ = ["interpreting", "quiet", "repair", "scheduled", "use_where_no_gpu"]
 
 _VARIABLE = "TRITON_INTERPRET"
 _repairing = threading.Lock()
@@ -111,7 +113,23 @@ def repair() -> None:
         _interpreter_speed.speed_up()
         # Around everything a launch does, including the helpers' bookkeeping.
         _repair_launches()
+        _simulate_gluon()
         _repaired = True
+
+
+_seed: ContextVar[int | None] = ContextVar("tilewise_schedule", default=None)
+
+
+@contextlib.contextmanager
+def scheduled(seed: int | None) -> Iterator[None]:
+    """Inside, this context's Gluon kernels run under another interleaving of their partitions, CTAs and copies: by
+    chance, the same for the same seed. By default one runs until it must wait.
+    """
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
 
 
 @contextlib.contextmanager
@@ -138,6 +156,27 @@ def _repair_range() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _simulate_gluon() -> None:
+    """Kernels in Gluon run on CPU tensors, where this Triton has it."""
+    try:
+        from triton.experimental.gluon._runtime import GluonJITFunction
+    except ImportError:
+        return
+    compiled = GluonJITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        global _launches
+        if warmup:
+            return compiled(self, *arguments, grid=grid, warmup=warmup, **named)
+        from tilewise._gluon import launch
+
+        _launches += 1
+        with quiet():
+            return launch(self, grid, arguments, named, _seed.get())
+
+    GluonJITFunction.run = run
 
 
 def _repair_launches() -> None:

@@ -1,0 +1,229 @@
+"""What Hopper has: mbarriers, copies by the tensor memory accelerator (TMA), products of warpgroups, fences."""
+
+import operator
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from tilewise._gluon.faults import KernelFaultError, executed
+from tilewise._gluon.language import one_barrier
+from tilewise._gluon.order import Copy, Product, current
+from tilewise._gluon.values import Descriptor, Shared, Tile, plain
+
+# Bits of an operand in registers.
+OPERAND_BITS = 32
+
+
+def init(barrier: Any, count: Any) -> None:
+    """Begin with phase 0."""
+    one_barrier(barrier).init(operator.index(count))
+
+
+def wait(barrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+    """Until the phase of that parity is done."""
+    if not pred:
+        return
+    barrier, phase, agent = one_barrier(barrier), operator.index(phase), current()
+    if barrier.count is None:
+        raise KernelFaultError("uninitialised", f"{barrier.name} is waited for before mbarrier.init", executed())
+    agent.pause()
+    agent.block(lambda: barrier.is_done(phase), lambda: f"waits for phase {phase} of {barrier}", barrier)
+    agent.learn(barrier.clock)
+
+
+def arrive(barrier: Any, *, count: Any = 1, pred: Any = True) -> None:
+    """One arrival, or more, for the whole partition."""
+    if pred:
+        current().pause()
+        one_barrier(barrier).arrive(operator.index(count))
+
+
+def expect(barrier: Any, bytes_per_cta: Any = None, pred: Any = True, bytes: Any = None) -> None:
+    """One arrival, and bytes that copies must bring."""
+    if pred:
+        current().pause()
+        one_barrier(barrier).arrive(1, operator.index(bytes if bytes_per_cta is None else bytes_per_cta))
+
+
+def _check_tile(desc: Descriptor, shared: Shared, what: str) -> None:
+    if shared.shape != desc.block_shape:
+        message = f"{what}: shared memory of {shared.shape} and a descriptor's tile of {desc.block_shape}"
+        raise KernelFaultError("shapes differ", message, executed())
+    if shared.layout != desc.layout:
+        message = f"{what}: shared memory in {shared.layout} and a descriptor in {desc.layout}"
+        raise KernelFaultError("layouts differ", message, executed())
+
+
+def async_load(
+    desc: Descriptor, coord: Any, barrier: Any, result: Shared, pred: Any = True, multicast: Any = False
+) -> None:
+    """Start to copy a tile into shared memory. What lies outside of the tensor is 0; the barrier counts the bytes."""
+    if not pred:
+        return
+    if multicast:
+        raise KernelFaultError("not simulated", "a copy to several CTAs", executed())
+    _check_tile(desc, result, "async_load")
+    agent, barrier = current(), one_barrier(barrier)
+    agent.pause()
+    phase, lines = barrier.done + 1, executed()
+    for buffer in result.buffers:
+        buffer.check_write(barrier.number, phase)
+        buffer.fenced = buffer.joined = buffer.visible = buffer.flying = True
+    result.data.fill_(torch.nan if result.data.is_floating_point() else 0)
+    region, inside = desc.window(coord)
+    if region is not None:
+        desc.memory.read(region, agent, (barrier.number, phase))
+    machine = agent.machine
+
+    def land() -> None:
+        if barrier.done + 1 != phase:
+            message = f"a copy lands after the phase of {barrier.name} that should count it: too few bytes are expected"
+            raise KernelFaultError("bytes missing", message, lines)
+        for buffer in result.buffers:
+            buffer.flying = False
+        result.data.zero_()
+        if region is not None:
+            result.data[inside] = region.of(desc.memory.flat)
+        barrier.bytes -= desc.nbytes_per_cta
+        barrier.settle(machine)
+
+    machine.later(land)
+
+
+def _storing(add: bool) -> Any:
+    def async_store(desc: Descriptor, coord: Any, src: Shared) -> None:
+        """Start to copy a tile to global memory, but for what lies outside of the tensor."""
+        _check_tile(desc, src, "async_store")
+        agent = current()
+        for buffer in src.buffers:
+            problem = buffer.problem_of_read(True)
+            if problem:
+                raise KernelFaultError(*problem[:2], problem[2], executed())
+        region, inside = desc.window(coord)
+        copy = Copy(list(src.buffers))
+        if region is not None:
+            desc.memory.write(region, agent, (copy.number, 1), atomic=add)
+
+        def land() -> None:
+            copy.landed = True
+            if region is not None:
+                there = region.of(desc.memory.flat)
+                there.copy_(there + src.data[inside] if add else src.data[inside])
+                agent.machine.changed(desc.memory)
+            agent.machine.changed(agent)
+
+        agent.copies.append(copy)
+        agent.machine.later(land)
+
+    return async_store
+
+
+def store_wait(pendings: Any = 0) -> None:
+    """Until at most so many of the partition's copies to global memory are still running."""
+    agent = current()
+    ending = agent.copies[: max(0, len(agent.copies) - operator.index(pendings))]
+    agent.block(lambda: all(copy.landed for copy in ending), lambda: "waits for its copies to global memory", agent)
+    agent.copies = agent.copies[len(ending) :]
+    for copy in ending:
+        copy.end()
+        agent.learn({copy.number: 1})
+
+
+def warpgroup_mma(
+    a: Any,
+    b: Any,
+    acc: Any,
+    *,
+    use_acc: Any = True,
+    precision: Any = None,
+    max_num_imprecise_acc: Any = None,
+    is_async: Any = False,
+) -> Any:
+    """Start acc + a @ b, in fp32; its result may be used after the wait."""
+    _check_product(a, b, acc)
+    buffers = [buffer for x in (a, b) if isinstance(x, Shared) for buffer in x.buffers]
+    product = Product(list(dict.fromkeys(buffers)), acc.product if use_acc else None)
+    # Computed here, though on a GPU somewhere between here and the wait: what changes between the two is a fault.
+    x, y = ((plain(v) if isinstance(v, Tile) else v.data).float() for v in (a, b))
+    result = x @ y
+    if use_acc:
+        result += acc.data
+    agent = current()
+    agent.products.append(product)
+    tile = Tile(result.to(acc.data.dtype), acc.layout, product=product)
+    return tile if is_async else warpgroup_mma_wait(0, (tile,))
+
+
+def _check_product(a: Any, b: Any, acc: Any) -> None:
+    lines = executed()
+    if not isinstance(b, Shared):
+        raise KernelFaultError("operand", "the second operand of warpgroup_mma must be in shared memory", lines)
+    if a.dtype != b.dtype:
+        raise KernelFaultError("dtypes differ", f"warpgroup_mma of {a.dtype} and {b.dtype}", lines)
+    if (m_k := a.shape) != [acc.shape[0], b.shape[0]] or b.shape[1] != acc.shape[1]:
+        raise KernelFaultError("shapes differ", f"warpgroup_mma of {m_k}, {b.shape} into {acc.shape}", lines)
+    layout = acc.layout
+    if layout is not None and not isinstance(layout, gl.NVMMADistributedLayout):
+        raise KernelFaultError(
+            "layouts differ", f"warpgroup_mma adds to NVMMADistributedLayout, not to {layout}", lines
+        )
+    if isinstance(a, Tile) and a.layout is not None and layout is not None:
+        expected = gl.DotOperandLayout(0, layout, OPERAND_BITS // a.dtype.primitive_bitwidth)
+        if a.layout != expected:
+            message = f"the first operand of warpgroup_mma is in {a.layout}: expected {expected}"
+            raise KernelFaultError("layouts differ", message, lines)
+
+
+def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
+    """Until at most so many of the partition's products are still running."""
+    agent = current()
+    if deps is None:
+        raise KernelFaultError("operand", "warpgroup_mma_wait takes deps, the results that it waits for", executed())
+    ending = max(0, len(agent.products) - operator.index(num_outstanding))
+    for product in agent.products[:ending]:
+        product.end()
+    agent.products = agent.products[ending:]
+    results = tuple(Tile(x.data, x.layout, product=x.product) if isinstance(x, Tile) else x for x in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def fence_async_shared(cluster: bool = False) -> None:
+    """What threads have stored, the copy engine and products see, once all threads have met."""
+    for buffer in current().stored:
+        buffer.fenced = True
+
+
+BARRIERS: dict[str, Any] = {
+    "init": init,
+    "wait": wait,
+    "arrive": arrive,
+    "expect": expect,
+    "invalidate": lambda _barrier: None,
+}
+
+
+def make_tensor_descriptor(
+    base: Any, shape: Any, strides: Any, block_shape: Any, layout: Any, padding_option: Any = "zero"
+) -> Descriptor:
+    """A descriptor that the kernel makes."""
+    if padding_option != "zero":
+        raise KernelFaultError("not simulated", f"padding by {padding_option}", executed())
+    return Descriptor(base.memory, operator.index(base.offset), shape, strides, block_shape, layout)
+
+
+COPIES: dict[str, Any] = {
+    "make_tensor_descriptor": make_tensor_descriptor,
+    "async_load": async_load,
+    "async_copy_global_to_shared": async_load,
+    "async_store": _storing(add=False),
+    "async_copy_shared_to_global": _storing(add=False),
+    "async_add": _storing(add=True),
+    "store_wait": store_wait,
+}
+HOPPER: dict[str, Any] = {
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_init": lambda x: x,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": fence_async_shared,
+}

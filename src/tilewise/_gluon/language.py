@@ -1,0 +1,339 @@
+"""What `gl` has, and `tl` where kernels use it, on tiles."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise._gluon import values
+from tilewise._gluon.faults import KernelFaultError, executed
+from tilewise._gluon.order import Barrier, Buffer, current
+from tilewise._gluon.values import Pointer, Shared, Tile, cast, compute, expand_dims, plain, torch_dtype
+
+# Of a Hopper SM, that a CTA can have.
+SHARED_BYTES = 227 * 1024
+
+
+def elementwise(of_tensor: Callable[..., Any], of_number: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tiles from one of tensors and one of numbers."""
+
+    def call(*operands: Any, **_options: Any) -> Any:
+        def function(*given: Any) -> Any:
+            if any(isinstance(x, torch.Tensor) for x in given):
+                return of_tensor(*(torch.as_tensor(x) for x in given))
+            return of_number(*given)
+
+        return compute(function, *operands)
+
+    return call
+
+
+def _of_number(function: Callable[[float], float]) -> Callable[[float], float]:
+    def call(x: float) -> float:
+        try:
+            return function(x)
+        except OverflowError:
+            return math.inf
+        except ValueError:
+            return -math.inf if x == 0 else math.nan
+
+    return call
+
+
+def where(mask: Any, x: Any, y: Any) -> Any:
+    """x where the mask holds, else y."""
+    if isinstance(x, Pointer) or isinstance(y, Pointer):
+        raise KernelFaultError("not simulated", "where() of pointers", executed())
+    condition = plain(mask)
+    layout = values.common_layout((mask, x, y))
+
+    def choose(a: Any, b: Any) -> Any:
+        if isinstance(condition, torch.Tensor):
+            a, b = (v if isinstance(v, torch.Tensor) else _as_tensor(v, a, b) for v in (a, b))
+            return torch.where(condition, a, b)
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            a, b = torch.broadcast_tensors(*(torch.as_tensor(v) for v in (a, b)))
+        return a if condition else b
+
+    result = compute(choose, x, y)
+    if isinstance(result.data, torch.Tensor):
+        result.layout = layout
+    return result
+
+
+def _as_tensor(number: Any, *others: Any) -> torch.Tensor:
+    dtype = next((x.dtype for x in others if isinstance(x, torch.Tensor)), None)
+    return torch.tensor(number, dtype=dtype or values.kind_of(number))
+
+
+def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tile:
+    """A tile of one number."""
+    sizes = [operator.index(n) for n in shape]
+    return Tile(torch.full(sizes, plain(value), dtype=torch_dtype(dtype)), layout)
+
+
+def zeros_like(x: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Tile:
+    """Zeros of x's shape."""
+    return full(shape or x.shape, 0, dtype or x.dtype, layout or x.layout)
+
+
+def arange(start: Any, end: Any, layout: Any = None) -> Tile:
+    """From start up to end."""
+    return Tile(torch.arange(operator.index(start), operator.index(end), dtype=torch.int32), layout)
+
+
+def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Tile:
+    """The same values, held by other threads."""
+    return Tile(plain(x), layout, getattr(x, "kind", None))
+
+
+def _reduction(function: Callable[[torch.Tensor, int | None], torch.Tensor]) -> Callable[..., Any]:
+    def call(x: Any, axis: Any = None, keep_dims: bool = False, **_options: Any) -> Any:
+        data, axis = plain(x), None if axis is None else operator.index(axis)
+        if not isinstance(data, torch.Tensor):
+            return x
+        result = function(data, axis)
+        if keep_dims and axis is not None:
+            return Tile(result.unsqueeze(axis), x.layout)
+        if axis is None:
+            return Tile(result)
+        # Of a tile of one axis, a scalar.
+        return Tile(result, None if x.layout is None else gl.SliceLayout(axis, x.layout), result.dtype)
+
+    return call
+
+
+def _total(x: torch.Tensor, axis: int | None) -> torch.Tensor:
+    dtype = x.dtype if x.is_floating_point() or x.dtype is torch.int64 else torch.int32
+    return x.sum(dtype=dtype) if axis is None else x.sum(axis, dtype=dtype)
+
+
+def _largest(x: torch.Tensor, axis: int | None) -> torch.Tensor:
+    # A NaN beside a number does not count.
+    x = x.nan_to_num(-math.inf, math.inf, -math.inf) if x.is_floating_point() else x
+    return x.amax() if axis is None else x.amax(axis)
+
+
+def _smallest(x: torch.Tensor, axis: int | None) -> torch.Tensor:
+    x = x.nan_to_num(math.inf, math.inf, -math.inf) if x.is_floating_point() else x
+    return x.amin() if axis is None else x.amin(axis)
+
+
+def load(pointer: Any, mask: Any = None, other: Any = None, **_options: Any) -> Tile:
+    """From global memory. What the mask leaves out is `other`, and anything without one."""
+    offset, wanted, region = pointer.region(mask)
+    memory = pointer.memory
+    memory.read(region, current())
+    if wanted is None:
+        return Tile(memory.flat[offset], pointer.layout)
+    floating = memory.flat.is_floating_point()
+    missing = torch.full((), math.nan if floating else 0x5EAD & 0x7F, dtype=memory.flat.dtype)
+    if other is not None:
+        missing = torch.as_tensor(plain(other)).to(memory.flat.dtype)
+    found = memory.flat[torch.where(wanted, offset, 0)] if memory.flat.numel() else missing.broadcast_to(offset.shape)
+    return Tile(torch.where(wanted, found, missing), pointer.layout)
+
+
+def store(pointer: Any, value: Any, mask: Any = None, **_options: Any) -> None:
+    """To global memory."""
+    agent, memory = current(), pointer.memory
+    offset, wanted, region = pointer.region(mask)
+    memory.write(region, agent)
+    if pointer.shape and agent.loose_store is None:
+        agent.loose_store = agent.time
+    data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
+    memory.flat[region.offsets] = data.reshape(-1) if wanted is None else data[wanted]
+    agent.machine.changed(memory)
+
+
+def _atomic(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def call(pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
+        agent, memory = current(), pointer.memory
+        order = sem or "acq_rel"
+        agent.pause()
+        offset, wanted, region = pointer.region(mask)
+        data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
+        data = data.reshape(-1) if wanted is None else data[wanted]
+        old = memory.flat[region.offsets].clone()
+        new = function(old, data)
+        alone = region.size() == 1
+        if alone and torch.equal(new, old):
+            place = (id(memory), int(region.offsets[0]), old.item())
+            if agent.polled == place:
+                # It has looked here before, and nothing has changed since: it spins until something does.
+                agent.block(
+                    lambda: memory.flat[region.offsets[0]].item() != place[2],
+                    lambda: f"spins on a number in global memory, which is {place[2]}",
+                    memory,
+                )
+                old = memory.flat[region.offsets].clone()
+                new = function(old, data)
+            agent.polled = place
+        else:
+            agent.polled = None
+        if order in ("acquire", "acq_rel") and alone:
+            memory.acquire(int(region.offsets[0]), agent)
+        memory.write(region, agent, atomic=True)
+        # Places may repeat: one after the other.
+        if alone or len(region.offsets.unique()) == region.size():
+            memory.flat[region.offsets] = new
+        else:
+            for place_, one in zip(region.offsets.tolist(), data, strict=True):
+                memory.flat[place_] = function(memory.flat[place_].clone(), one)
+        if order in ("release", "acq_rel") and alone:
+            memory.release(int(region.offsets[0]), agent)
+        elif pointer.shape and agent.loose_store is None:
+            agent.loose_store = agent.time
+        if not torch.equal(new, old):
+            agent.machine.changed(memory)
+        if wanted is None:
+            return Tile(old.reshape(offset.shape), pointer.layout)
+        result = torch.zeros(offset.shape, dtype=memory.flat.dtype)
+        result[wanted] = old
+        return Tile(result, pointer.layout)
+
+    return call
+
+
+def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
+    """Shared memory of the CTA, until it ends: NaN, or a strange number, until it is written."""
+    cta, sizes = current().cta, [operator.index(n) for n in shape]
+    lines = executed()
+    # A helper's line says little: that of its caller.
+    name = f"{lines[1] if len(lines) > 1 else lines[0]}, {sizes}"
+    cta.allocate(math.prod(sizes) * element_ty.primitive_bitwidth // 8)
+    if isinstance(layout, mbarrier.MBarrierLayout):
+        return BarrierArray([Barrier(f"barrier {i} of {name}") for i in range(sizes[0])])
+    dtype = torch_dtype(element_ty)
+    data = torch.full(sizes, math.nan if dtype.is_floating_point else 0x5EAD & 0x7F, dtype=dtype)
+    buffers = [Buffer(f"buffer {i} of {name}") for i in range(sizes[0])]
+    result = Shared(data, buffers, element_ty, layout, split=True)
+    if value is not None:
+        result.store(value)
+    return result
+
+
+class BarrierArray:
+    """Barriers in shared memory."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self._barriers = barriers
+
+    def index(self, i: Any) -> Barrier:
+        """One of them."""
+        i = operator.index(i)
+        if not 0 <= i < len(self._barriers):
+            raise KernelFaultError("out of bounds", f"barrier {i} of {len(self._barriers)}", executed())
+        return self._barriers[i]
+
+    def one(self) -> Barrier:
+        """Of an array of one, that one."""
+        return self.index(0)
+
+
+def one_barrier(x: Any) -> Barrier:
+    """A barrier, also where a kernel has not indexed its array of one."""
+    return x.one() if isinstance(x, BarrierArray) else x
+
+
+def thread_barrier(cluster: bool = False) -> None:
+    """All threads of the partition meet."""
+    if cluster:
+        raise KernelFaultError("not simulated", "a barrier of a cluster", executed())
+    current().meet()
+
+
+def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None) -> Any:
+    """The first function in the warps that are there, each other one in warps of its own."""
+    first, *others = functions_and_args
+    return current().specialize(first, others, list(worker_num_warps))
+
+
+def static_assert(condition: Any, message: Any = "") -> None:
+    """Of what is known when a kernel is compiled."""
+    if not condition:
+        raise KernelFaultError("assertion", f"static_assert {message}".rstrip(), executed())
+
+
+def device_assert(condition: Any, message: Any = "", **_options: Any) -> None:
+    """Of a value of the kernel."""
+    found = plain(condition)
+    if not (bool(found.all()) if isinstance(found, torch.Tensor) else found):
+        raise KernelFaultError("assertion", f"device_assert {message}".rstrip(), executed())
+
+
+def _extremum(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    # Of a number and a NaN, the number.
+    def of_two(x: Any, y: Any) -> Any:
+        return y if x != x else x if y != y else of_numbers(x, y)
+
+    def of_tiles(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kind = x.dtype if x.dim() else y.dtype
+        return of_tensors(x.to(kind), y.to(kind))
+
+    return elementwise(of_tiles, of_two)
+
+
+LANGUAGE: dict[str, Any] = {
+    "allocate_shared_memory": allocate_shared_memory,
+    "warp_specialize": warp_specialize,
+    "barrier": thread_barrier,
+    "thread_barrier": thread_barrier,
+    "arange": arange,
+    "full": full,
+    "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype, layout),
+    "zeros_like": zeros_like,
+    "full_like": lambda x, value: full(x.shape, value, x.dtype, x.layout),
+    "to_tensor": lambda x: x if isinstance(x, Tile) else Tile(x),
+    "cast": cast,
+    "convert_layout": convert_layout,
+    "expand_dims": expand_dims,
+    "reshape": lambda x, *shape: x.reshape(*shape),
+    "permute": lambda x, *order: x.permute(*order),
+    "where": where,
+    "maximum": _extremum(torch.fmax, max),
+    "minimum": _extremum(torch.fmin, min),
+    "exp2": elementwise(torch.exp2, _of_number(lambda x: 2.0**x)),
+    "exp": elementwise(torch.exp, _of_number(math.exp)),
+    "log2": elementwise(torch.log2, _of_number(math.log2)),
+    "log": elementwise(torch.log, _of_number(math.log)),
+    "sqrt": elementwise(torch.sqrt, _of_number(math.sqrt)),
+    "rsqrt": elementwise(torch.rsqrt, _of_number(lambda x: math.inf if x == 0 else 1 / math.sqrt(x))),
+    "sin": elementwise(torch.sin, math.sin),
+    "cos": elementwise(torch.cos, math.cos),
+    "erf": elementwise(torch.erf, math.erf),
+    "floor": elementwise(torch.floor, math.floor),
+    "ceil": elementwise(torch.ceil, math.ceil),
+    "fma": elementwise(lambda x, y, z: x * y + z, lambda x, y, z: x * y + z),
+    "abs": elementwise(torch.abs, abs),
+    "cdiv": lambda x, y: (x + y - 1) // y,
+    "sum": _reduction(_total),
+    "max": _reduction(_largest),
+    "min": _reduction(_smallest),
+    "load": load,
+    "store": store,
+    "atomic_add": _atomic(operator.add),
+    "atomic_max": _atomic(torch.maximum),
+    "atomic_min": _atomic(torch.minimum),
+    "atomic_and": _atomic(operator.and_),
+    "atomic_or": _atomic(operator.or_),
+    "atomic_xor": _atomic(operator.xor),
+    "atomic_xchg": _atomic(lambda _old, new: new),
+    "program_id": lambda axis: Tile(current().cta.index[operator.index(axis)]),
+    "num_programs": lambda axis: Tile(current().cta.grid[operator.index(axis)]),
+    "num_warps": lambda: current().warps,
+    "num_ctas": lambda: 1,
+    "static_range": range,
+    "static_assert": static_assert,
+    "static_print": lambda *_words: None,
+    "device_assert": device_assert,
+    "device_print": lambda *_words, **_options: None,
+    "assume": lambda _condition: None,
+    "multiple_of": lambda x, *_values: x,
+    "max_contiguous": lambda x, *_values: x,
+    "max_constancy": lambda x, *_values: x,
+}

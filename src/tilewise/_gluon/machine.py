@@ -1,0 +1,275 @@
+"""Runs launches of Gluon kernels on CPU tensors: CTAs beside each other, their partitions as threads of which one runs
+at a time, and copies that land in between.
+
+A partition runs until it must wait. Copies land when nobody can go on, as late as can be; with a seed, who goes on and
+when copies land is left to chance. When nobody can go on and nothing is in flight, the kernel hangs.
+"""
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewise._gluon.faults import KernelFaultError, Lines, executed, shown
+from tilewise._gluon.language import SHARED_BYTES
+from tilewise._gluon.memory import GlobalMemory
+from tilewise._gluon.order import Agent, Clock, become
+from tilewise._gluon.translate import adopt, translate
+from tilewise._gluon.values import Descriptor, Pointer, Tile
+
+# CTAs that run at a time: the SMs of an H100.
+SMS = 132
+# With a seed, how often another agent goes on where one may.
+SWITCHING = 0.3
+
+
+class _Stop(BaseException):
+    """Ends a thread after a fault elsewhere."""
+
+
+class Cta:
+    """A program of the grid."""
+
+    def __init__(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+        self.index, self.grid = index, grid
+        self.name = f"CTA {', '.join(map(str, index))}" if grid[1:] != (1, 1) else f"CTA {index[0]}"
+        self.shared_bytes = 0
+
+    def allocate(self, nbytes: int) -> None:
+        """Take shared memory."""
+        self.shared_bytes += nbytes
+        if self.shared_bytes > SHARED_BYTES:
+            message = f"{self.shared_bytes} bytes are allocated, and an SM of Hopper has {SHARED_BYTES}"
+            raise KernelFaultError("too much shared memory", message, executed())
+
+
+class Partition(Agent):
+    """A partition of a CTA in a thread of its own. Only the one that the machine lets go runs."""
+
+    def __init__(
+        self,
+        machine: "Machine",
+        cta: Cta,
+        name: str,
+        call: Callable[[], Any],
+        clock: Clock,
+        warps: int,
+    ) -> None:
+        super().__init__(machine, clock, warps)
+        self.machine: Machine = machine
+        self.cta, self.name = cta, name
+        self._call = call
+        self.go = threading.Semaphore(0)
+        self.until: Callable[[], bool] | None = None
+        self.why: Callable[[], str] = str
+        self.where: Lines = ()
+        self.finished = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        become(self)
+        self.go.acquire()
+        try:
+            if not self.machine.stopped:
+                with torch.no_grad():
+                    self._call()
+                self._check_end()
+        except _Stop:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.finished = True
+        self.machine.back.release()
+
+    def _check_end(self) -> None:
+        if self.products or self.copies:
+            engine = (*self.products, *self.copies)[0]
+            what = "products" if self.products else "copies to global memory"
+            raise KernelFaultError("not waited for", f"{self.name} ends while {what} still run", engine.lines)
+
+    def join(self) -> None:
+        """After it has finished."""
+        self._thread.join()
+
+    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any) -> None:
+        if not until():
+            self.until, self.why, self.where = until, why, executed()
+            self.machine.wait_for(self, subject)
+            self._switch()
+
+    def pause(self) -> None:
+        if self.machine.wants_switch():
+            self.machine.ready.append(self)
+            self._switch()
+
+    def _switch(self) -> None:
+        self.machine.back.release()
+        self.go.acquire()
+        if self.machine.stopped:
+            raise _Stop
+
+    def specialize(self, first: Any, others: Sequence[Any], warps: Sequence[int]) -> Any:
+        """Run the first function here, and the others in partitions of their own, to the end of all."""
+        if len(others) != len(warps):
+            message = f"{len(others)} functions besides the first, and numbers of warps for {len(warps)}"
+            raise KernelFaultError("arguments", message, executed())
+        for _, arguments in (first, *others):
+            if _has_none(arguments):
+                raise KernelFaultError("arguments", "a partition takes no None, outside of tuples", executed())
+        started = [
+            Partition(
+                self.machine,
+                self.cta,
+                f"{self.cta.name}, partition {i} ({function.__name__})",
+                lambda function=function, arguments=arguments: function(*arguments),  # type: ignore[misc]
+                self.clock,
+                count,
+            )
+            for i, ((function, arguments), count) in enumerate(zip(others, warps, strict=True), 1)
+        ]
+        self.machine.start(started)
+        self.tick()
+        function, arguments = first
+        self.name = f"{self.cta.name}, partition 0 ({function.__name__})"
+        result = function(*arguments)
+        self.block(
+            lambda: all(one.finished for one in started), lambda: "waits for the other partitions' end", self.cta
+        )
+        for one in started:
+            self.learn(one.clock)
+        return result
+
+
+def _has_none(arguments: Any) -> bool:
+    return any(x is None for x in arguments)
+
+
+class Machine:
+    """One launch."""
+
+    def __init__(self, seed: int | None = None, sms: int = SMS) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._sms = sms
+        self._numbers = itertools.count(1)
+        self._memories: dict[tuple[int, torch.dtype], GlobalMemory] = {}
+        self._partitions: list[Partition] = []
+        self._waiting: dict[int, list[Partition]] = {}
+        self._flying: deque[Callable[[], None]] = deque()
+        self.ready: list[Partition] = []
+        self.back = threading.Semaphore(0)
+        self.stopped = False
+
+    def next_number(self) -> int:
+        """A number that no other agent has."""
+        return next(self._numbers)
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Something asynchronous that happens at some time."""
+        self._flying.append(action)
+
+    def changed(self, subject: Any) -> None:
+        """Whoever waits for a change of `subject` looks again."""
+        waiting = self._waiting.pop(id(subject), None)
+        if waiting:
+            self.ready += [one for one in waiting if one.until and one.until()]
+            if still := [one for one in waiting if one.until and not one.until()]:
+                self._waiting[id(subject)] = still
+
+    def wait_for(self, partition: Partition, subject: Any) -> None:
+        """It looks again when `subject` changes."""
+        self._waiting.setdefault(id(subject), []).append(partition)
+
+    def wants_switch(self) -> bool:
+        """Whether another agent goes on here."""
+        return self._random is not None and self._random.random() < SWITCHING
+
+    def start(self, partitions: Sequence[Partition]) -> None:
+        """Partitions that have been made go on in turn."""
+        self._partitions += partitions
+        self.ready += partitions
+
+    def memory(self, x: torch.Tensor) -> GlobalMemory:
+        """The storage of a tensor, the same for all tensors in it."""
+        key = x.untyped_storage().data_ptr(), x.dtype
+        if key not in self._memories:
+            self._memories[key] = GlobalMemory(x)
+        return self._memories[key]
+
+    def _given(self, value: Any) -> Any:
+        """An argument as the kernel sees it."""
+        if isinstance(value, torch.Tensor):
+            return Pointer(self.memory(value), value.storage_offset())
+        if hasattr(value, "block_shape") and hasattr(value, "base"):
+            start = value.base.storage_offset()
+            return Descriptor(
+                self.memory(value.base), start, value.shape, value.strides, value.block_shape, value.layout
+            )
+        if isinstance(value, bool | int | float):
+            return Tile(value)
+        if isinstance(value, tuple):
+            return (
+                type(value)(*map(self._given, value)) if hasattr(value, "_fields") else tuple(map(self._given, value))
+            )
+        return translate(value)
+
+    def launch(self, kernel: Any, grid: Sequence[int], arguments: dict[str, Any], num_warps: int) -> None:
+        """Run every CTA to its end, or raise what a partition raises."""
+        width, height, depth = (*(int(n) for n in grid), 1, 1)[:3]
+        values = {
+            parameter.name: translate(arguments[parameter.name])
+            if parameter.is_constexpr
+            else self._given(arguments[parameter.name])
+            for parameter in kernel.params
+        }
+        function = adopt(kernel.fn)
+        indices = itertools.product(range(depth), range(height), range(width))
+        ctas = deque(Cta((x, y, z), (width, height, depth)) for z, y, x in indices)
+        running: dict[int, int] = {}
+        try:
+            while self._partitions or ctas:
+                while ctas and len(running) < self._sms:
+                    cta = ctas.popleft()
+                    running[id(cta)] = 1
+                    self.start([Partition(self, cta, cta.name, lambda: function(**values), {}, num_warps)])
+                self._step(running)
+        finally:
+            self.stopped = True
+            for partition in self._partitions:
+                partition.go.release()
+                partition.join()
+
+    def _step(self, running: dict[int, int]) -> None:
+        if not self.ready and not self._flying:
+            raise self._deadlock()
+        lands = not self.ready
+        if self._random and self._flying:
+            lands = self._random.randrange(len(self.ready) + len(self._flying)) >= len(self.ready)
+            self._flying.rotate(-self._random.randrange(len(self._flying)))
+        if lands:
+            self._flying.popleft()()
+            return
+        partition = self.ready.pop(self._random.randrange(len(self.ready)) if self._random else 0)
+        partition.go.release()
+        self.back.acquire()
+        if partition.error:
+            raise partition.error
+        if partition.finished:
+            self._partitions.remove(partition)
+            partition.join()
+            if not any(one.cta is partition.cta for one in self._partitions):
+                running.pop(id(partition.cta), None)
+            self.changed(partition.cta)
+
+    def _deadlock(self) -> KernelFaultError:
+        waiting = [
+            f"{one.name} {one.why()}\n        {shown(one.where)}" for one in self._partitions if not one.finished
+        ]
+        fault = KernelFaultError("deadlock", "\n    ".join(("nobody can go on", *waiting)))
+        fault.lines = tuple(one.where for one in self._partitions)
+        return fault

@@ -1,0 +1,288 @@
+"""Which access comes before which: vector clocks of whoever computes, of barriers, and of atomics that release.
+
+A partition of a CTA is an agent. It counts its own time, and knows of every other agent up to which time that one's
+work comes before its own: an arrival at a barrier passes on what the agent knows, a wait takes it over. An access that
+the next one does not know of is a fault, whichever came first in this schedule.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from tilewise._gluon.faults import KernelFaultError, Lines, executed, shown
+
+Clock = dict[int, int]
+
+
+class Stamp(NamedTuple):
+    """A time of an agent, and the lines that it executed then."""
+
+    agent: int
+    time: float
+    lines: Lines
+
+
+class Scheduler(Protocol):
+    """What an agent needs of the machine that it runs on."""
+
+    def next_number(self) -> int:
+        """A number that no other agent has."""
+
+    def changed(self, subject: Any) -> None:
+        """Whoever waits for a change of `subject` looks again."""
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Something asynchronous that happens at some time."""
+
+
+class Agent:
+    """Whose accesses come one after the other: a partition of a CTA."""
+
+    def __init__(self, machine: Scheduler, clock: Clock, warps: int) -> None:
+        self.machine, self.warps = machine, warps
+        self.number = machine.next_number()
+        self.clock: Clock = dict(clock)
+        self.time = 0
+        # Buffers that its threads have stored to, until all of them and the copy engine see it.
+        self.stored: list[Buffer] = []
+        # Reads by one of its threads that others of its threads may not know of.
+        self.loose_reads: list[Read] = []
+        # When its threads first stored to global memory since they last met.
+        self.loose_store: int | None = None
+        self.products: list[Product] = []
+        self.copies: list[Copy] = []
+        self.polled: Any = None
+        self.tick()
+
+    def tick(self) -> None:
+        """What follows is later than what others have been told of."""
+        self.time += 1
+        self.clock[self.number] = self.time
+
+    def learn(self, clock: Clock) -> None:
+        """Know what another knows."""
+        for agent, time in clock.items():
+            if self.clock.get(agent, 0) < time:
+                self.clock[agent] = time
+
+    def knows(self, agent: int, time: float) -> bool:
+        """Whether what that agent did then comes before what this one does now."""
+        return self.clock.get(agent, 0) >= time
+
+    def published(self) -> Clock:
+        """What an arrival passes on. One thread arrives: of the others' stores to global memory it knows once they have
+        met.
+        """
+        clock = dict(self.clock)
+        if self.loose_store is not None:
+            clock[self.number] = self.loose_store - 1
+        return clock
+
+    def meet(self) -> None:
+        """All its threads have come to one line."""
+        for buffer in self.stored:
+            buffer.joined, buffer.visible = True, buffer.fenced
+        self.stored = [buffer for buffer in self.stored if not buffer.visible]
+        for read in self.loose_reads:
+            read.time = self.time
+        self.loose_reads = []
+        self.loose_store = None
+
+    def pause(self) -> None:
+        """A place where another agent may go on."""
+        raise NotImplementedError
+
+    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any) -> None:
+        """Go on when `until` holds, which may come true when `subject` changes; `why` says what is waited for."""
+        raise NotImplementedError
+
+
+_here = threading.local()
+
+
+def current() -> Any:
+    """The agent that runs in this thread."""
+    return _here.agent
+
+
+def become(agent: Agent) -> None:
+    """This thread runs that agent."""
+    _here.agent = agent
+
+
+class Read:
+    """A read of shared memory, which a later write must know of."""
+
+    def __init__(self, agent: Agent, time: float, lines: Lines, engine: "Engine | None") -> None:
+        self.agent, self.time, self.lines, self.engine = agent, time, lines, engine
+
+
+class Buffer:
+    """A buffer of shared memory, one index of an allocation's first axis: its last write and the reads since."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.write: Stamp | None = None
+        self.reads: list[Read] = []
+        self.running: list[Engine] = []
+        # Of the threads' last store: followed by a fence; seen by all threads; seen by the copy engine and by products.
+        self.fenced = self.joined = self.visible = True
+        self.flying = False
+
+    def problem_of_read(self, by_engine: bool) -> tuple[str, str, Lines] | None:
+        """What is wrong with a read now: its kind, a sentence, and the lines of the write."""
+        agent = current()
+        if self.write is None:
+            return "uninitialised", f"{self.name} is read, and nothing has written it", ()
+        if self.flying or not agent.knows(self.write.agent, self.write.time):
+            return "read too early", f"{self.name} is read before it is known to be full", self.write.lines
+        if not (self.visible if by_engine else self.joined):
+            missing = "fence_async_shared and then a thread barrier" if by_engine else "a thread barrier"
+            return "missing fence", f"{self.name} is read without {missing} after its threads' store", self.write.lines
+        return None
+
+    def check_read(self) -> None:
+        """A read by threads. What nothing has written is a strange number: kernels read messages of which one field
+        counts.
+        """
+        problem = self.problem_of_read(False) if self.write else None
+        if problem:
+            raise KernelFaultError(*problem[:2], problem[2], executed())
+        self.add_read(current(), executed(), None)
+
+    def add_read(self, agent: Agent, lines: Lines, engine: "Engine | None") -> None:
+        """Threads that read, or the one that waited for a copy, may be ahead of their partition's others until all
+        meet.
+        """
+        loose = agent.warps > 1 and not isinstance(engine, Product)
+        read = Read(agent, math.inf if loose else agent.time, lines, engine)
+        self.reads.append(read)
+        if loose:
+            agent.loose_reads.append(read)
+
+    def check_write(self, number: int, time: int) -> None:
+        """A write from now on, which is done at that time of an agent or a barrier."""
+        agent, lines = current(), executed()
+        running = [Read(engine.agent, math.inf, engine.lines, engine) for engine in self.running]
+        for read in (*self.reads, *running):
+            # Between its own threads' loads and stores the compiler puts the barriers that are needed.
+            if agent.knows(read.agent.number, read.time) or (read.agent is agent and read.engine is None):
+                continue
+            message = f"{self.name} is overwritten while it may still be read: the read, then the write"
+            fault = KernelFaultError("overwritten", message, read.lines, lines)
+            if not isinstance(read.engine, Product) or read.engine.used:
+                raise fault
+            read.engine.fault = fault
+        if self.write and not agent.knows(self.write.agent, self.write.time):
+            raise KernelFaultError(
+                "written twice", f"{self.name} is written twice, in no order", self.write.lines, lines
+            )
+        self.write, self.reads = Stamp(number, time, lines), []
+
+
+class Barrier:
+    """An mbarrier: how many arrivals and bytes its phase still waits for, how many phases are done, and what whoever
+    waited for the last one knows.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = current().machine.next_number()
+        self.count: int | None = None
+        self.missing = self.bytes = self.done = 0
+        self.clock: Clock = {}
+        self._next: Clock = {}
+
+    def init(self, count: int) -> None:
+        """Begin with phase 0 of `count` arrivals."""
+        self.count = self.missing = count
+
+    def arrive(self, count: int, nbytes: int = 0) -> None:
+        """Count arrivals, and expect bytes."""
+        agent = current()
+        if self.count is None:
+            raise KernelFaultError("uninitialised", f"{self.name} is used before mbarrier.init", executed())
+        for known, time in agent.published().items():
+            if self._next.get(known, 0) < time:
+                self._next[known] = time
+        agent.tick()
+        self.bytes += nbytes
+        self.missing -= count
+        if self.missing < 0:
+            message = f"{self.name} has more arrivals in a phase than its count of {self.count}"
+            raise KernelFaultError("too many arrivals", message, executed())
+        self.settle(agent.machine)
+
+    def settle(self, machine: Scheduler) -> None:
+        """End the phase where nothing is missing."""
+        if self.missing == 0 and self.bytes == 0:
+            self.done += 1
+            self.missing = self.count or 0
+            self.clock, self._next = self._next | {self.number: self.done}, {}
+            machine.changed(self)
+
+    def is_done(self, phase: int) -> bool:
+        """Whether a wait for that parity ends."""
+        return self.done & 1 != phase
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.done} phases are done, {self.missing} of {self.count} arrivals and {self.bytes} bytes"
+            " are missing to the next"
+        )
+
+
+class Engine:
+    """Something asynchronous that reads buffers: a product or a copy to global memory."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self.agent: Agent = current()
+        self.lines, self.buffers, self.ended = executed(), buffers, False
+        for buffer in buffers:
+            buffer.running.append(self)
+
+    def end(self) -> None:
+        """It has been waited for."""
+        if not self.ended:
+            self.ended = True
+            for buffer in self.buffers:
+                buffer.running.remove(self)
+                buffer.add_read(self.agent, self.lines, self)
+
+
+class Copy(Engine):
+    """A copy from shared to global memory, with the number of whoever writes there."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        super().__init__(buffers)
+        self.number, self.landed = self.agent.machine.next_number(), False
+
+
+class Product(Engine):
+    """A product of tiles, from its start to the wait. Kernels start some of anything and never use the result: what is
+    wrong with one counts when its result is used.
+    """
+
+    def __init__(self, buffers: list[Buffer], before: "Product | None") -> None:
+        super().__init__(buffers)
+        self.before, self.used = before, False
+        self.fault: KernelFaultError | None = None
+        problem = next(filter(None, (buffer.problem_of_read(True) for buffer in buffers)), None)
+        if problem:
+            self.fault = KernelFaultError(*problem[:2], problem[2], self.lines)
+
+    def use(self) -> None:
+        """Its result is used, and with it those that it was added to."""
+        todo: list[Product] = [self]
+        while todo:
+            product = todo.pop()
+            if not product.ended:
+                message = "a product's result is used before its wait: the product, then the use"
+                raise KernelFaultError("used too early", message, product.lines, executed())
+            if product.fault:
+                fault = product.fault
+                message = f"{str(fault).partition(': ')[2]}\n    used at {shown(executed())}"
+                raise KernelFaultError(fault.kind, message)
+            todo += [product.before] if product.before else []
+            product.used, product.before = True, None

@@ -1,0 +1,155 @@
+"""A kernel as Python runs it: its own code, in which the language, jitted functions and constexprs are the simulated
+ones. No source is changed, so that lines are the kernel's.
+"""
+
+import builtins
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from tilewise._gluon.faults import KernelFaultError, executed
+from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
+from tilewise._gluon.language import LANGUAGE
+
+SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
+    (gl, LANGUAGE),
+    (tl, LANGUAGE),
+    (mbarrier, BARRIERS),
+    (tma, COPIES),
+    (hopper, HOPPER),
+)
+FUNCTIONS: dict[int, Any] = {
+    id(getattr(real, name)): function
+    for real, functions in SIMULATED
+    for name, function in functions.items()
+    if hasattr(real, name)
+}
+# What runs on the host as it stands: types, layouts and dtypes.
+LANGUAGE_MODULES = ("triton.language", "triton.experimental.gluon.language")
+
+
+class _Names:
+    """A module whose functions are the simulated ones."""
+
+    def __init__(self, real: types.ModuleType) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        value = translate(getattr(self._real, name), name)
+        setattr(self, name, value)
+        return value
+
+
+class _Globals(dict[str, Any]):
+    """A function's globals, translated as it uses them."""
+
+    def __init__(self, real: dict[str, Any]) -> None:
+        super().__init__(__builtins__=builtins)
+        self._real = real
+
+    def __missing__(self, name: str) -> Any:
+        value = self[name] = translate(self._real[name], name)
+        return value
+
+
+_globals: dict[int, _Globals] = {}
+_functions: dict[Any, Callable[..., Any]] = {}
+_classes: dict[Any, type] = {}
+
+
+def translate(value: Any, name: str = "") -> Any:
+    """What a kernel's code sees in place of a value."""
+    if isinstance(value, tl.constexpr):
+        return value.value
+    found = FUNCTIONS.get(id(value))
+    if found is not None:
+        return found
+    if isinstance(value, JITFunction | InterpretedFunction):
+        return adopt(value.fn)
+    if isinstance(value, types.ModuleType):
+        return _Names(value)
+    if getattr(value, "__triton_aggregate__", False) and isinstance(value, type):
+        return _aggregate(value)
+    # Decorated by constexpr_function: runs when a kernel is compiled.
+    if type(value).__name__ == "ConstexprFunction":
+        return value.fn
+    if type(value) in (tuple, list):
+        return type(value)(map(translate, value))
+    if callable(value) and _is_of_language(value):
+        return _missing(name or getattr(value, "__name__", str(value)))
+    return value
+
+
+def _is_of_language(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return not isinstance(value, type | tl.dtype) and module.startswith(LANGUAGE_MODULES)
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def call(*_arguments: Any, **_named: Any) -> Any:
+        raise KernelFaultError("not simulated", name, executed())
+
+    return call
+
+
+def adopt(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with its own code, in translated globals."""
+    if function not in _functions:
+        real: Any = function
+        world = _globals.setdefault(id(real.__globals__), _Globals(real.__globals__))
+        cells = tuple(types.CellType(translate(cell.cell_contents)) for cell in real.__closure__ or ())
+        defaults = tuple(map(translate, real.__defaults__ or ()))
+        _functions[function] = adopted = types.FunctionType(real.__code__, world, real.__name__, defaults, cells)
+        adopted.__kwdefaults__ = {key: translate(x) for key, x in (real.__kwdefaults__ or {}).items()}
+        adopted.__module__ = real.__module__
+    return _functions[function]
+
+
+def _aggregate(cls: Any) -> type:
+    """An aggregate as a Python class: what its constructor sets, and its methods."""
+    if cls not in _classes:
+        original = _original(cls)
+        names = tuple(original.__annotations__)
+        members = {
+            name: translate(value, name)
+            for name, value in inspect.getmembers(cls)
+            if isinstance(value, JITFunction | InterpretedFunction) or type(value).__name__ == "ConstexprFunction"
+        }
+        own = original.__dict__.get("__init__")
+        if isinstance(own, JITFunction | InterpretedFunction):
+            members["__init__"] = adopt(own.fn)
+        else:
+            # Written by hand, or by Triton: it sets the fields.
+            members["__init__"] = _setting_fields(cls.__name__, names)
+        _classes[cls] = type(cls.__name__, (), members)
+    return _classes[cls]
+
+
+def _original(cls: Any) -> Any:
+    """The class that was decorated: Triton keeps it in what it makes of it."""
+    for member in vars(cls).values():
+        for cell in getattr(getattr(member, "__func__", member), "__closure__", None) or ():
+            found = cell.cell_contents
+            if isinstance(found, type) and found is not cls and found.__name__ == cls.__name__:
+                return found
+    return cls
+
+
+def _setting_fields(owner: str, names: tuple[str, ...]) -> Callable[..., None]:
+    def construct(self: Any, *values: Any, **named: Any) -> None:
+        given = dict(zip(names, values, strict=False)) | named
+        if len(values) + len(named) != len(names) or set(given) != set(names):
+            message = f"{owner} takes {', '.join(names)}: got {len(values)} values and {', '.join(named) or 'no names'}"
+            raise KernelFaultError("arguments", message, executed())
+        for name in names:
+            setattr(self, name, given[name])
+
+    return construct

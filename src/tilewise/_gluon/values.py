@@ -1,0 +1,467 @@
+"""Values of a kernel: tiles with their layouts, pointers, views of shared memory, tensor descriptors."""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+from tilewise._gluon.faults import KernelFaultError, executed
+from tilewise._gluon.memory import GlobalMemory, Places, Region, Window
+from tilewise._gluon.order import Buffer, Product, current
+
+TORCH = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int1": torch.bool,
+}
+GLUON = {
+    dtype: getattr(gl, {"fp": "float", "bf": "bfloat"}.get(name[:2], name[:2]) + name[2:])
+    for name, dtype in TORCH.items()
+}
+# By which of two different dtypes both are computed in; of bf16 and fp16, fp32.
+RANK = {
+    dtype: rank
+    for rank, dtype in enumerate(
+        (
+            torch.bool,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        )
+    )
+}
+INTEGERS = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Torch's dtype of one of Triton's."""
+    dtype = getattr(dtype, "element_ty", dtype)
+    if dtype.name not in TORCH:
+        raise KernelFaultError("not simulated", f"numbers of type {dtype.name}", executed())
+    return TORCH[dtype.name]
+
+
+def rounded(value: Any, dtype: torch.dtype) -> Any:
+    """A Python number as one of that dtype holds it."""
+    if dtype is torch.bool:
+        return bool(value)
+    if dtype is torch.float64:
+        return float(value)
+    if dtype is torch.float32:
+        return float(np.float32(value))
+    if dtype.is_floating_point:
+        return torch.tensor(value, dtype=dtype).item()
+    value = int(value)
+    if dtype in INTEGERS:
+        half = 1 << INTEGERS[dtype] - 1
+        return value if -half <= value < half else (value + half) % (2 * half) - half
+    return value & 0xFF
+
+
+class Tile:
+    """A tensor of a kernel, in `data` a torch tensor; a scalar's is a Python number. With a product it is that one's
+    result, to be waited for.
+    """
+
+    __slots__ = ("data", "kind", "layout", "product")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self, data: Any, layout: Any = None, kind: torch.dtype | None = None, product: Product | None = None
+    ) -> None:
+        if isinstance(data, torch.Tensor) and data.dim() == 0:
+            kind, data = data.dtype, data.item()
+        self.data, self.layout, self.product = data, layout, product
+        self.kind: torch.dtype = data.dtype if isinstance(data, torch.Tensor) else kind or kind_of(data)
+
+    @property
+    def shape(self) -> list[int]:
+        """Sizes, none of a scalar."""
+        return list(self.data.shape) if isinstance(self.data, torch.Tensor) else []
+
+    @property
+    def dtype(self) -> Any:
+        """Triton's dtype."""
+        return GLUON[self.kind]
+
+    @property
+    def type(self) -> "Tile":
+        """Has dtype, shape and layout."""
+        return self
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+    @property
+    def T(self) -> "Tile":  # noqa: N802 as torch and Triton spell it
+        """Transposed."""
+        return self.permute(1, 0)
+
+    def __bool__(self) -> bool:
+        return bool(plain(self))
+
+    def __index__(self) -> int:
+        return operator.index(plain(self))
+
+    def __getitem__(self, index: Any) -> "Tile":
+        tile = self
+        for axis, part in enumerate(index if isinstance(index, tuple) else (index,)):
+            if part is None:
+                tile = expand_dims(tile, axis)
+            elif part != slice(None):
+                raise KernelFaultError("not simulated", f"the index {part}", executed())
+        return tile
+
+    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> "Tile":
+        """In another dtype, rounded to nearest even."""
+        return cast(self, dtype, bitcast)
+
+    def reshape(self, *shape: Any) -> "Tile":
+        """In another shape; its layout is whatever Triton infers."""
+        sizes = [int(n) for n in (shape[0] if len(shape) == 1 and not isinstance(shape[0], int | Tile) else shape)]
+        data = plain(self).reshape(sizes)
+        return Tile(data, None if self.layout is None else ("reshaped", self.layout, tuple(self.shape), tuple(sizes)))
+
+    def permute(self, *order: Any) -> "Tile":
+        """Axes in another order."""
+        axes = [int(n) for n in (order[0] if len(order) == 1 and not isinstance(order[0], int) else order)]
+        return Tile(plain(self).permute(axes), None if self.layout is None else ("permuted", self.layout, tuple(axes)))
+
+    def __neg__(self) -> "Tile":
+        return compute(operator.neg, self)
+
+    def __invert__(self) -> "Tile":
+        return compute(lambda x: torch.bitwise_not(x) if isinstance(x, torch.Tensor) else not x, self)
+
+
+def kind_of(value: Any) -> torch.dtype:
+    """The dtype that Triton gives a Python number."""
+    if isinstance(value, bool):
+        return torch.bool
+    if isinstance(value, int):
+        return torch.int32 if -(2**31) <= value < 2**31 else torch.int64
+    return torch.float32
+
+
+def plain(x: Any) -> Any:
+    """The tensor or number behind a value, which is used by that."""
+    if not isinstance(x, Tile):
+        return x
+    if x.product is not None:
+        x.product.use()
+    return x.data
+
+
+def common_kind(operands: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that operands are computed in; Python numbers among them take that of the others."""
+    kinds = {x.kind for x in operands if isinstance(x, Tile)}
+    if not kinds:
+        return None
+    if kinds >= {torch.float16, torch.bfloat16} and not kinds & {torch.float32, torch.float64}:
+        return torch.float32
+    kind = max(kinds, key=RANK.__getitem__)
+    if not kind.is_floating_point and any(isinstance(x, float) for x in operands):
+        return torch.float32
+    return kind
+
+
+def compute(function: Callable[..., Any], *operands: Any) -> Tile:
+    """An element-wise function. Layouts must agree, as the compiler has it."""
+    layout = common_layout(operands)
+    kind = common_kind(operands)
+    values = [
+        value.to(kind) if isinstance(value, torch.Tensor) and kind is not None and value.dtype is not kind else value
+        for value in map(plain, operands)
+    ]
+    result = function(*values)
+    if isinstance(result, torch.Tensor):
+        return Tile(result, layout)
+    if isinstance(result, bool) or kind is None:
+        return Tile(result)
+    if isinstance(result, float) and not kind.is_floating_point:
+        kind = torch.float32
+    return Tile(rounded(result, kind), None, kind)
+
+
+def common_layout(operands: Sequence[Any]) -> Any:
+    """The layout of the tensors among operands."""
+    layouts = [x.layout for x in operands if isinstance(x, Tile) and x.layout is not None and x.shape]
+    for layout in layouts[1:]:
+        if layout != layouts[0]:
+            message = f"operands have different layouts, which the compiler refuses: {layouts[0]} and {layout}"
+            raise KernelFaultError("layouts differ", message, executed())
+    return layouts[0] if layouts else None
+
+
+def _floor_divide(x: Any, y: Any) -> Any:
+    # Towards 0, as in C.
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return torch.div(x, y, rounding_mode="trunc")
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return torch.fmod(torch.as_tensor(x), torch.as_tensor(y))
+    return math.fmod(x, y) if isinstance(x, float) or isinstance(y, float) else x - _floor_divide(x, y) * y
+
+
+def _divide(x: Any, y: Any) -> Any:
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return x / y
+    if y == 0:
+        return math.nan if x == 0 or x != x else math.copysign(math.inf, x) * math.copysign(1, y)
+    return x / y
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": _divide,
+    "floordiv": _floor_divide,
+    "mod": _remainder,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}
+COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+
+
+def _operators(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(x: Tile, y: Any) -> Any:
+        return NotImplemented if isinstance(y, Pointer) else compute(function, x, y)
+
+    def reflected(y: Tile, x: Any) -> Any:
+        return compute(function, x, y)
+
+    return forward, reflected
+
+
+for _name, _function in (OPERATIONS | COMPARISONS).items():
+    _forward, _reflected = _operators(_function)
+    setattr(Tile, f"__{_name}__", _forward)
+    if _name in OPERATIONS:
+        setattr(Tile, f"__r{_name}__", _reflected)
+
+
+class Pointer:
+    """Into global memory: an offset, or a tile of offsets, in elements."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, memory: GlobalMemory, offset: Any, layout: Any = None) -> None:
+        self.memory, self.offset, self.layout = memory, offset, layout
+
+    @property
+    def dtype(self) -> Any:
+        """A pointer type, as far as kernels look at it."""
+        return SimpleNamespace(element_ty=GLUON[self.memory.flat.dtype], is_ptr=lambda: True)
+
+    @property
+    def type(self) -> "Pointer":
+        """Has dtype, shape and layout."""
+        return self
+
+    @property
+    def shape(self) -> list[int]:
+        """Sizes, none of a scalar."""
+        return list(self.offset.shape) if isinstance(self.offset, torch.Tensor) else []
+
+    def __add__(self, other: Any) -> "Pointer":
+        layout = common_layout([Tile(self.offset, self.layout), other])
+        return Pointer(self.memory, self.offset + plain(other), layout)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Pointer":
+        return self + (-other)
+
+    def __getitem__(self, index: Any) -> "Pointer":
+        tile = Tile(self.offset, self.layout)[index]
+        return Pointer(self.memory, tile.data, tile.layout)
+
+    def touched(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The offsets, and which of them are accessed (None: all); an access outside of the tensor is a fault."""
+        offset = torch.as_tensor(self.offset, dtype=torch.int64)
+        inside = (offset >= 0) & (offset < self.memory.flat.numel())
+        wanted = None if mask is None else torch.as_tensor(plain(mask)).broadcast_to(offset.shape)
+        outside = ~inside if wanted is None else wanted & ~inside
+        if bool(outside.any()):
+            first = int(offset[outside].reshape(-1)[0])
+            message = f"element {first} of a tensor's {self.memory.flat.numel()} is accessed"
+            raise KernelFaultError("out of bounds", message, executed())
+        return offset, wanted
+
+    def region(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None, Places]:
+        """The same, and the places."""
+        offset, wanted = self.touched(mask)
+        return offset, wanted, Places(offset.reshape(-1) if wanted is None else offset[wanted])
+
+
+class Shared:
+    """A view of shared memory: its elements, and the buffers that they lie in: one for each index of the first axis
+    where it is `split`.
+    """
+
+    def __init__(self, data: torch.Tensor, buffers: list[Buffer], dtype: Any, layout: Any, split: bool) -> None:
+        self.data, self.buffers, self.dtype, self.layout, self._split = data, buffers, dtype, layout, split
+
+    @property
+    def shape(self) -> list[int]:
+        """Sizes."""
+        return list(self.data.shape)
+
+    @property
+    def rank(self) -> int:
+        """How many axes."""
+        return self.data.dim()
+
+    @property
+    def type(self) -> "Shared":
+        """Has dtype, shape and layout."""
+        return self
+
+    def _view(self, data: torch.Tensor, buffers: list[Buffer] | None = None, split: bool = False) -> "Shared":
+        return Shared(data, self.buffers if buffers is None else buffers, self.dtype, self.layout, split)
+
+    def index(self, i: Any) -> "Shared":
+        """One buffer."""
+        i = operator.index(i)
+        if not 0 <= i < len(self.data):
+            raise KernelFaultError("out of bounds", f"buffer {i} of {len(self.data)} in shared memory", executed())
+        return self._view(self.data[i], [self.buffers[i]] if self._split else None)
+
+    def reshape(self, shape: Any) -> "Shared":
+        """The same elements in another shape."""
+        sizes = [operator.index(n) for n in shape]
+        return self._view(self.data.view(sizes), split=self._split and sizes[0] == len(self.data))
+
+    def permute(self, order: Any) -> "Shared":
+        """Axes in another order."""
+        axes = [operator.index(n) for n in order]
+        return self._view(self.data.permute(*axes), split=self._split and axes[0] == 0)
+
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
+        """Part of an axis."""
+        start, length, dim = operator.index(start), operator.index(length), operator.index(dim)
+        if not 0 <= start <= start + length <= self.data.shape[dim]:
+            message = f"{start} to {start + length} of {self.data.shape[dim]} in shared memory"
+            raise KernelFaultError("out of bounds", message, executed())
+        inside = self._split and dim == 0
+        return self._view(
+            self.data.narrow(dim, start, length),
+            self.buffers[start : start + length] if inside else None,
+            split=self._split,
+        )
+
+    def load(self, layout: Any = None) -> Tile:
+        """By the partition's threads."""
+        for buffer in self.buffers:
+            buffer.check_read()
+        return Tile(self.data.clone(), layout)
+
+    def store(self, value: Any) -> None:
+        """By the partition's threads."""
+        agent, data = current(), plain(value)
+        if list(data.shape) != self.shape:
+            message = f"a tile of {list(data.shape)} is stored to shared memory of {self.shape}"
+            raise KernelFaultError("shapes differ", message, executed())
+        if data.dtype is not self.data.dtype:
+            message = f"{data.dtype} is stored to shared memory of {self.data.dtype}"
+            raise KernelFaultError("dtypes differ", message, executed())
+        for buffer in self.buffers:
+            buffer.check_write(agent.number, agent.time)
+            buffer.fenced = buffer.joined = buffer.visible = False
+            agent.stored.append(buffer)
+        self.data.copy_(data)
+
+    def _keep_alive(self) -> None:
+        """Nothing is freed before the CTA ends."""
+
+
+class Descriptor:
+    """A tensor descriptor in the kernel."""
+
+    def __init__(self, memory: GlobalMemory, start: int, shape: Any, strides: Any, block_shape: Any, layout: Any):
+        self._memory, self._start = memory, start
+        self.shape = [operator.index(n) for n in shape]
+        self.strides = [operator.index(n) for n in strides]
+        self.block_shape = [operator.index(n) for n in block_shape]
+        self.layout, self.dtype = layout, GLUON[memory.flat.dtype]
+        self.nbytes_per_cta = math.prod(self.block_shape) * memory.flat.element_size()
+        self.block_type = SimpleNamespace(
+            shape=self.block_shape, nbytes=self.nbytes_per_cta, element_ty=self.dtype, dtype=self.dtype
+        )
+
+    @property
+    def memory(self) -> GlobalMemory:
+        """What it describes."""
+        return self._memory
+
+    @property
+    def type(self) -> "Descriptor":
+        """Has dtype, layout and block_type."""
+        return self
+
+    def window(self, coord: Any) -> tuple[Region | None, tuple[slice, ...]]:
+        """Of the tile at `coord` what lies inside of the tensor, None where nothing does; and which part of the tile
+        that is. Addresses count modulo 2^64.
+        """
+        first = [operator.index(c) for c in coord]
+        low = [max(0, -c) for c in first]
+        high = [min(b, s - c) for b, s, c in zip(self.block_shape, self.shape, first, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None, ()
+        offset = sum((c + a) * s for c, a, s in zip(first, low, self.strides, strict=True))
+        start = self._start + (offset + 2**63) % 2**64 - 2**63
+        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        # A stride along one element is never taken.
+        strides = [s if n > 1 else 0 for n, s in zip(sizes, self.strides, strict=True)]
+        last = start + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if not 0 <= start <= last < self._memory.flat.numel():
+            message = f"a tile at {first} reaches elements {start} to {last} of {self._memory.flat.numel()}"
+            raise KernelFaultError("out of bounds", message, executed())
+        return Window(sizes, strides, start), tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+
+
+def expand_dims(x: Any, axis: int) -> Any:
+    """A new axis of one element; the layout must be a slice along it."""
+    if isinstance(x.layout, gl.SliceLayout) and x.layout.dim != axis:
+        message = f"expand_dims along axis {axis} of a tile in {x.layout}: the compiler takes slices along that axis"
+        raise KernelFaultError("layouts differ", message, executed())
+    layout = x.layout.parent if isinstance(x.layout, gl.SliceLayout) else None
+    return Tile(plain(x).unsqueeze(axis), layout)
+
+
+def cast(x: Any, dtype: Any, bitcast: bool = False) -> Tile:
+    """In another dtype."""
+    tile = x if isinstance(x, Tile) else Tile(x)
+    kind, value = torch_dtype(dtype), plain(tile)
+    if isinstance(value, torch.Tensor):
+        return Tile(value.view(kind) if bitcast else value.to(kind), tile.layout)
+    if bitcast:
+        return Tile(torch.tensor([value], dtype=tile.kind).view(kind)[0])
+    return Tile(rounded(value, kind), None, kind)
