@@ -22,7 +22,7 @@ from tilewise import workbench
 from tilewise.inspect.compile import without_driver
 from tilewise.ops._host import compiling, start
 from tilewise.ops._host.launching import Launch, capture
-from tilewise.verify.run import DTYPES
+from tilewise.verify.single import DTYPES
 from tilewise.verify.suite import NAMED, Case, Suite
 from tilewise.workbench.operator import UsageError
 

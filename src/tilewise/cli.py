@@ -73,6 +73,13 @@ def verify(
     repeat: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Runs of each case that must agree bit for bit.")
     ] = None,
+    schedules: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Run simulated Gluon kernels under N further interleavings too."),
+    ] = 0,
+    schedule: Annotated[
+        list[int] | None, typer.Option(min=0, metavar="SEED", help="Under this one of them; may be repeated.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a report with heat maps of the errors.")
@@ -93,6 +100,14 @@ def verify(
     verbosity: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="A line a check; -vv: every tensor's figures too.")
     ] = 0,
+    leave_out: Annotated[
+        bool,
+        typer.Option(
+            "--leave-out",
+            help="Instead: leave out each statement that synchronises in turn, of simulated Gluon kernels, and name"
+            " those that nothing misses.",
+        ),
+    ] = False,
     every_config: Annotated[
         bool, typer.Option("--every-config", help="Instead: run every tile configuration of one operator.")
     ] = False,
@@ -120,9 +135,12 @@ def verify(
         number = _seed(seed)
         if not every_config and (kernel is not None or small or diff):
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
+        if leave_out:
+            _leave_out(operators, impl, config, dtype)
+            return
         if every_config:
             given = impl, config, use, rtol, atol, repeat, json, html
-            others = range_raw, fill, search, no_grad, mutants, everything, fail_fast, verbosity
+            others = range_raw, fill, search, no_grad, mutants, everything, fail_fast, verbosity, schedules, schedule
             if any(x is not None for x in given) or any(others) or (dtype, number, budget) != (DTYPES, SEED, BUDGET):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
@@ -134,7 +152,8 @@ def verify(
             list_cases(operators or [], console)
             return
         fill = "range" if by_range else "range-raw" if range_raw else fill or "random"
-        settings = Settings(number, fill, not no_grad, repeat, rtol, atol)
+        seeds = tuple(schedule or range(schedules))
+        settings = Settings(number, fill, not no_grad, repeat, rtol, atol, seeds)
         what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])
         if seed == "random":
@@ -156,6 +175,19 @@ def _seed(word: str) -> int:
     if not 0 <= number <= MOST_SEED:
         raise UsageError(f"--seed {word}: expected a whole number from 0 to {MOST_SEED}, or random")
     return number
+
+
+def _leave_out(operators: list[str] | None, impl: str | None, config: list[str] | None, dtype: str) -> None:
+    from tilewise.verify.leave_out import Request, run_request
+
+    if not operators or len(operators) != 1:
+        raise UsageError("--leave-out runs kernels of one operator: name it")
+    # In 16 bits, as such kernels are.
+    chosen = "bf16" if dtype == DTYPES else dtype
+    if chosen not in DTYPES.split(","):
+        raise UsageError(f"--leave-out runs in one dtype: expected one of {DTYPES}, got {dtype}")
+    if not run_request(Request(operators[0], impl, config or [], chosen), make_console()):
+        raise typer.Exit(1)
 
 
 def _every_config(operator: str, kernel: int | None, small: bool, diff: bool, fill: str, list_names: bool) -> None:

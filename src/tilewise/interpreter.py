@@ -26,7 +26,7 @@ __all__ = ["interpreting", "quiet", "repair", "scheduled", "use_where_no_gpu"]
 _VARIABLE = "TRITON_INTERPRET"
 _repairing = threading.Lock()
 _repaired = _set_here = False
-_launches = 0
+_launches = _simulated = 0
 
 
 def use_where_no_gpu() -> bool:
@@ -90,6 +90,11 @@ def interpreting() -> bool:
 def launches() -> int:
     """How many kernels this process has interpreted since the repair."""
     return _launches
+
+
+def simulated() -> int:
+    """How many of them were in Gluon."""
+    return _simulated
 
 
 def repair() -> None:
@@ -167,12 +172,13 @@ def _simulate_gluon() -> None:
     compiled = GluonJITFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        global _launches
+        global _launches, _simulated
         if warmup:
             return compiled(self, *arguments, grid=grid, warmup=warmup, **named)
         from tilewise._gluon import launch
 
         _launches += 1
+        _simulated += 1
         with quiet():
             return launch(self, grid, arguments, named, _seed.get())
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewise._gluon.faults import KernelFaultError
+from tilewise._gluon.leaving_out import studied
 from tilewise._gluon.machine import Machine
 
 __all__ = ["KernelFaultError", "launch"]
@@ -30,4 +31,4 @@ def launch(
     if missing:
         raise TypeError(f"{kernel.fn.__name__} needs {', '.join(missing)}")
     sizes = grid(given) if callable(grid) else grid
-    Machine(seed).launch(kernel, sizes, given, named.get("num_warps", 4))
+    Machine(seed, studied()).launch(kernel, sizes, given, named.get("num_warps", 4))

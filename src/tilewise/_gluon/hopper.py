@@ -8,8 +8,10 @@ from triton.experimental.gluon import language as gl
 
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.language import one_barrier
+from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
-from tilewise._gluon.values import Descriptor, Shared, Tile, plain
+from tilewise._gluon.shared import Descriptor, Shared
+from tilewise._gluon.values import Tile, plain
 
 # Bits of an operand in registers.
 OPERAND_BITS = 32
@@ -20,6 +22,7 @@ def init(barrier: Any, count: Any) -> None:
     one_barrier(barrier).init(operator.index(count))
 
 
+@synchronises("wait")
 def wait(barrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
     """Until the phase of that parity is done."""
     if not pred:
@@ -32,6 +35,7 @@ def wait(barrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
     agent.learn(barrier.clock)
 
 
+@synchronises("arrival")
 def arrive(barrier: Any, *, count: Any = 1, pred: Any = True) -> None:
     """One arrival, or more, for the whole partition."""
     if pred:
@@ -39,6 +43,7 @@ def arrive(barrier: Any, *, count: Any = 1, pred: Any = True) -> None:
         one_barrier(barrier).arrive(operator.index(count))
 
 
+@synchronises("expected bytes")
 def expect(barrier: Any, bytes_per_cta: Any = None, pred: Any = True, bytes: Any = None) -> None:
     """One arrival, and bytes that copies must bring."""
     if pred:
@@ -119,6 +124,7 @@ def _storing(add: bool) -> Any:
     return async_store
 
 
+@synchronises("wait for copies")
 def store_wait(pendings: Any = 0) -> None:
     """Until at most so many of the partition's copies to global memory are still running."""
     agent = current()
@@ -175,6 +181,11 @@ def _check_product(a: Any, b: Any, acc: Any) -> None:
             raise KernelFaultError("layouts differ", message, lines)
 
 
+def _no_wait(_num_outstanding: Any = 0, deps: Any = ()) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+@synchronises("wait for products", _no_wait)
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     """Until at most so many of the partition's products are still running."""
     agent = current()
@@ -188,6 +199,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     return results[0] if len(results) == 1 else results
 
 
+@synchronises("fence")
 def fence_async_shared(cluster: bool = False) -> None:
     """What threads have stored, the copy engine and products see, once all threads have met."""
     for buffer in current().stored:

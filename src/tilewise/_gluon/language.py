@@ -11,8 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise._gluon import values
 from tilewise._gluon.faults import KernelFaultError, executed
+from tilewise._gluon.leaving_out import DEPTH, Study, synchronises
 from tilewise._gluon.order import Barrier, Buffer, current
-from tilewise._gluon.values import Pointer, Shared, Tile, cast, compute, expand_dims, plain, torch_dtype
+from tilewise._gluon.shared import Shared
+from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, plain, torch_dtype
 
 # Of a Hopper SM, that a CTA can have.
 SHARED_BYTES = 227 * 1024
@@ -150,10 +152,19 @@ def store(pointer: Any, value: Any, mask: Any = None, **_options: Any) -> None:
     agent.machine.changed(memory)
 
 
+def _order(order: str, study: Study | None) -> str:
+    """What an atomic orders; nothing where that is left out."""
+    if study is None or order == "relaxed":
+        return order
+    lines = executed()[:DEPTH]
+    study.statements.setdefault(lines, f"atomic's {order}")
+    return "relaxed" if lines == study.left_out else order
+
+
 def _atomic(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def call(pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
         agent, memory = current(), pointer.memory
-        order = sem or "acq_rel"
+        order = _order(sem or "acq_rel", agent.machine.study)
         agent.pause()
         offset, wanted, region = pointer.region(mask)
         data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
@@ -240,6 +251,7 @@ def one_barrier(x: Any) -> Barrier:
     return x.one() if isinstance(x, BarrierArray) else x
 
 
+@synchronises("thread barrier")
 def thread_barrier(cluster: bool = False) -> None:
     """All threads of the partition meet."""
     if cluster:

@@ -16,10 +16,12 @@ import torch
 
 from tilewise._gluon.faults import KernelFaultError, Lines, executed, shown
 from tilewise._gluon.language import SHARED_BYTES
+from tilewise._gluon.leaving_out import Study
 from tilewise._gluon.memory import GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
+from tilewise._gluon.shared import Descriptor
 from tilewise._gluon.translate import adopt, translate
-from tilewise._gluon.values import Descriptor, Pointer, Tile
+from tilewise._gluon.values import Pointer, Tile
 
 # CTAs that run at a time: the SMs of an H100.
 SMS = 132
@@ -153,9 +155,9 @@ def _has_none(arguments: Any) -> bool:
 class Machine:
     """One launch."""
 
-    def __init__(self, seed: int | None = None, sms: int = SMS) -> None:
+    def __init__(self, seed: int | None = None, study: Study | None = None) -> None:
+        self.study = study
         self._random = None if seed is None else random.Random(seed)
-        self._sms = sms
         self._numbers = itertools.count(1)
         self._memories: dict[tuple[int, torch.dtype], GlobalMemory] = {}
         self._partitions: list[Partition] = []
@@ -233,7 +235,7 @@ class Machine:
         running: dict[int, int] = {}
         try:
             while self._partitions or ctas:
-                while ctas and len(running) < self._sms:
+                while ctas and len(running) < SMS:
                     cta = ctas.popleft()
                     running[id(cta)] = 1
                     self.start([Partition(self, cta, cta.name, lambda: function(**values), {}, num_warps)])

@@ -26,6 +26,8 @@ class Stamp(NamedTuple):
 class Scheduler(Protocol):
     """What an agent needs of the machine that it runs on."""
 
+    study: Any
+
     def next_number(self) -> int:
         """A number that no other agent has."""
 
@@ -152,10 +154,10 @@ class Buffer:
         self.add_read(current(), executed(), None)
 
     def add_read(self, agent: Agent, lines: Lines, engine: "Engine | None") -> None:
-        """Threads that read, or the one that waited for a copy, may be ahead of their partition's others until all
-        meet.
+        """Threads that read may be ahead of their partition's others until all meet, and so may the warp of which one
+        thread waited for a copy; an arrival comes from that thread. For a product all wait.
         """
-        loose = agent.warps > 1 and not isinstance(engine, Product)
+        loose = agent.warps > 1 if isinstance(engine, Copy) else engine is None
         read = Read(agent, math.inf if loose else agent.time, lines, engine)
         self.reads.append(read)
         if loose:

@@ -18,7 +18,7 @@ from tilewise.doctor import environment
 from tilewise.inspect.facts import CARDS, Row, Wanted, fits, read_rows, write_rows
 from tilewise.inspect.pool import Pool
 from tilewise.inspect.text import diff_lines, print_rows
-from tilewise.verify.run import DTYPES
+from tilewise.verify.single import DTYPES
 from tilewise.workbench.operator import UsageError
 
 FILE = Path(__file__).with_name("allowances.json")

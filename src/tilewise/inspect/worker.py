@@ -15,7 +15,7 @@ from tilewise.inspect.compile import inspect_launch
 from tilewise.inspect.facts import Row, Wanted
 from tilewise.inspect.launches import Labelled, implementation_launches
 from tilewise.ops.flash.configs import family
-from tilewise.verify.run import DTYPES
+from tilewise.verify.single import DTYPES
 from tilewise.workbench.operator import Launches, UsageError
 
 # Lines of a compiler error that are worth showing.

@@ -11,7 +11,7 @@ from tilewise.trace import only_rows, warp_rows
 from tilewise.trace.explain import Row, explain, first_divergence, judge
 from tilewise.trace.request import HSTU_MASK, Request, Traced, option, split_step
 from tilewise.trace.values import MissingNameError, Values, write_traces
-from tilewise.verify.run import DTYPES
+from tilewise.verify.single import DTYPES
 from tilewise.workbench.operator import Tracing, UsageError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.ops._host.backend import interpreting
 from tilewise.trace.values import Lines, Values
-from tilewise.verify.run import DTYPES
+from tilewise.verify.single import DTYPES
 from tilewise.workbench.operator import UsageError
 
 # Fields of hstu's mask only.

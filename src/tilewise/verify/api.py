@@ -10,7 +10,18 @@ from tilewise.verify.compare import UNFIT
 from tilewise.verify.drawing import INTERPRETED, LONGEST, Draw, for_each
 from tilewise.verify.implementation import check_signature
 from tilewise.verify.plan import DTYPES, implementations, plan, planted
-from tilewise.verify.result import HANG, INTERNAL, SEED, Check, Implementation, MutantResult, Report, Result, Settings
+from tilewise.verify.result import (
+    HANG,
+    HOPPER,
+    INTERNAL,
+    SEED,
+    Check,
+    Implementation,
+    MutantResult,
+    Report,
+    Result,
+    Settings,
+)
 from tilewise.verify.suite import Mutant, Suite
 from tilewise.verify.time_limits import BUDGET, Budget
 from tilewise.verify.worker import Job, one_process, run_jobs
@@ -153,8 +164,15 @@ def score(
     checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
     # One that shows in one use alone passes all of them.
     uses = plan(operator, None, (), order[:1], settings)
+    simulated = kernels._replace(name=HOPPER)
+    on_hopper = tuple(
+        Check(operator.name, simulated, name, "bf16", settings) for name in configs or suite.hopper if name != GROWTH
+    )
     jobs = []
     for mutant in mutants:
+        if mutant.capability and kernels.interpreted:
+            jobs.append(Job(on_hopper, mutant.name, until_failure=True))
+            continue
         used = tuple(check for check in uses if check.use == mutant.use and check.implementation == kernels)
         jobs.append(Job(used if mutant.use and not configs else checks, mutant.name, until_failure=True))
     again = []

@@ -3,6 +3,7 @@ problem's inputs, and torch's global settings as the truth needs them.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -16,13 +17,18 @@ from typing import Any
 
 import torch
 
-from tilewise.verify.result import Implementation
+from tilewise.verify.result import HOPPER, Implementation
 from tilewise.verify.suite import Case, Problem, Tensors
 from tilewise.workbench.operator import Operator, UsageError, place_and_name
+
+# SMs of the Hopper GPU that is simulated.
+SIMULATED_SMS = 2
 
 
 def load_function(operator: Operator, implementation: Implementation) -> Callable[..., Any]:
     """The function that `implementation` names, to be called as the operator's public function is."""
+    if implementation.name == HOPPER and not implementation.external:
+        return _on_hopper(operator.load("function"))
     if not implementation.external:
         return partial(operator.load("function"), backend=implementation.name)
     place, name = place_and_name(implementation.name)
@@ -41,6 +47,20 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
         )
         raise UsageError(f"--impl {implementation.name}: {place} has no function {name!r}: it has {found or 'none'}")
     return function
+
+
+def _on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is on such a GPU, whose kernels in Gluon are simulated here: with few SMs, so that a CTA takes
+    several work items.
+    """
+    from tilewise.ops._host import backend
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with backend.as_if_on(90), backend.few_sms(SIMULATED_SMS):
+            return function(*arguments, **named, backend="triton")
+
+    return call
 
 
 def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Case]) -> None:

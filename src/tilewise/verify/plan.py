@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from tilewise.verify.drawing import INTERPRETED, SHORT, drawn
-from tilewise.verify.result import Check, Implementation, Settings
+from tilewise.verify.result import HOPPER, Check, Implementation, Settings
 from tilewise.verify.suite import FILLS, Mutant, Problem, Suite, make_fill, sequences
 from tilewise.verify.uses import USES, applies
 from tilewise.workbench.operator import GROWTH, Operator, UsageError, did_you_mean
@@ -31,6 +31,8 @@ def implementations(external: str | None = None) -> list[Implementation]:
         else []
     )
     found.append(Implementation("cpu", "cpu"))
+    if interpreting():
+        found.append(Implementation(HOPPER, "cpu", interpreted=True))
     wanted = os.environ.get("TILEWISE_BACKEND")
     chosen = [implementation for implementation in found if wanted in (None, "", implementation.name)]
     if not chosen:
@@ -47,8 +49,9 @@ def planted(operator: Operator) -> tuple[Mutant, ...]:
     from tilewise.ops._host.backend import interpreting
 
     suite: Suite = operator.load("suite")
-    compiled = torch.cuda.is_available() and not interpreting()
-    return suite.planted(torch.cuda.get_device_capability() if compiled else None)
+    if torch.cuda.is_available() and not interpreting():
+        return suite.planted(torch.cuda.get_device_capability())
+    return suite.planted(None) + (suite.planted_for_hopper() if suite.hopper else ())
 
 
 def plan(
@@ -64,7 +67,7 @@ def plan(
 
     Cases in `configs` are checked in every dtype, and so are the standard ones, except for our own backends without a
     GPU, where each check is slow: there, unless `everything` is asked for, a case runs in one dtype, in turn, and in
-    another one on the next backend.
+    another one on the next backend; of those that kernels for Hopper take, simulated, one.
     """
     suite: Suite = operator.load("suite")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
@@ -89,6 +92,9 @@ def plan(
     turns: dict[str, int] = {}
     checks = []
     for implementation in implementations(external):
+        if implementation.name == HOPPER:
+            checks += _simulated(operator, implementation, chosen, dtypes, settings, everything, uses)
+            continue
         standard = suite.standard(implementation.device, implementation.interpreted, everything or bool(external))
         left_out = suite.dear if implementation.interpreted and not (everything or external) else ()
         names = [] if uses else chosen or [case.name for case in standard if case.name not in left_out]
@@ -113,6 +119,30 @@ def plan(
             if use in uses or applies(use, suite.find(name).problem, settings.gradients)
         ]
     return checks
+
+
+def _simulated(
+    operator: Operator,
+    implementation: Implementation,
+    chosen: Sequence[str],
+    dtypes: Sequence[str],
+    settings: Settings,
+    everything: bool,
+    uses: Sequence[str],
+) -> list[Check]:
+    """Of an operator's kernels for Hopper, simulated: they take 16 bits alone. A case that they do not take says so."""
+    suite: Suite = operator.load("suite")
+    narrow = [dtype for dtype in dtypes if dtype != "fp32"]
+    if not suite.hopper or not narrow or uses:
+        return []
+    names = chosen or suite.hopper[: None if everything else 1]
+    here = narrow if chosen or everything else narrow[-1:]
+    return [
+        Check(operator.name, implementation, name, dtype, settings)
+        for name in names
+        if name != GROWTH
+        for dtype in here
+    ]
 
 
 def _used(suite: Suite, implementation: Implementation, everything: bool, seed: int) -> list[str]:

@@ -14,6 +14,7 @@ ERROR, CRASH, HANG = "error", "crash", "hang"
 INTERNAL = "verify itself failed"
 UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
 UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
+SCHEDULE = "depends on the schedule"
 PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (
     "reads padding",
     "fails on strided inputs",
@@ -25,6 +26,10 @@ NOT_JUDGED = "not judged"
 CHANGES_SETTINGS = "changes global settings"
 # Not run; the message says why.
 SKIPPED = "skipped"
+
+
+# The backend that runs an operator's kernels for Hopper, in Gluon, simulated on the CPU.
+HOPPER = "hopper"
 
 
 class Implementation(NamedTuple):
@@ -51,6 +56,8 @@ class Settings:
     repeat: int | None = None
     rtol: float | None = None
     atol: float | None = None
+    # Seeds of interleavings that simulated kernels run under besides their own.
+    schedules: tuple[int, ...] = ()
 
     def tolerances(self) -> tuple[float, float] | None:
         """rtol and atol where either was given."""
@@ -66,7 +73,9 @@ class Settings:
         words += [] if self.gradients else ["--no-grad"]
         for name in ("repeat", "rtol", "atol"):
             words += [f"--{name}", str(getattr(self, name))] if getattr(self, name) is not None else []
-        return words
+        if self.schedules == tuple(range(len(self.schedules))):
+            return words + (["--schedules", str(len(self.schedules))] if self.schedules else [])
+        return words + [word for seed in self.schedules for word in ("--schedule", str(seed))]
 
 
 @dataclass(frozen=True)

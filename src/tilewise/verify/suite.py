@@ -314,8 +314,8 @@ class Case:
 class Mutant:
     """A planted bug: in the source of `module` (under tilewise.ops), every `old` is replaced by `new`.
 
-    With a `capability`, its kernels run only on GPUs of that compute capability. With a `use` (uses.py), nothing but
-    that use of the operator shows it.
+    With a `capability`, its kernels run only on GPUs of that compute capability; where it must be `simulated`, a GPU
+    does not show it for certain. With a `use` (uses.py), nothing but that use of the operator shows it.
     """
 
     name: str
@@ -325,6 +325,7 @@ class Mutant:
     new: str
     capability: tuple[int, int] | None = None
     use: str = ""
+    simulated: bool = False
 
     def plant(self, source: str) -> str:
         """The source with the bug; a ValueError if `old` is not in it, since then nothing would be planted."""
@@ -349,7 +350,9 @@ class Suite:
     `draw` builds a problem from hypothesis's draw function and the longest length allowed, its values by one of `laws`;
     `growth` is the problem that memory is measured on, and `use` a small one, of more than one sequence, that is used
     in every way (uses.py): where kernels are interpreted by default only if that is `cheap_to_use`. The `dear` cases
-    take long there and catch no bug that others miss: by default they run elsewhere.
+    take long there and catch no bug that others miss: by default they run elsewhere. `hopper` are those that its
+    kernels for Hopper take, where it has some: simulated, the first by default; `leave_out` are small ones for
+    --leave-out.
     """
 
     problem: type[Problem]
@@ -361,6 +364,8 @@ class Suite:
     laws: tuple[str, ...] = LAWS
     cheap_to_use: bool = False
     dear: tuple[str, ...] = ()
+    hopper: tuple[str, ...] = ()
+    leave_out: tuple[str, ...] = ()
 
     def find(self, text: str) -> Case:
         """The case called `text`, or the problem that it writes out."""
@@ -379,7 +384,13 @@ class Suite:
 
     def planted(self, capability: tuple[int, int] | None) -> tuple[Mutant, ...]:
         """The bugs in kernels that run on a GPU of this compute capability; None where kernels are interpreted."""
-        return tuple(mutant for mutant in self.mutants if mutant.capability in (None, capability))
+        return tuple(
+            mutant for mutant in self.mutants if mutant.capability in (None, capability) and not mutant.simulated
+        )
+
+    def planted_for_hopper(self) -> tuple[Mutant, ...]:
+        """The bugs in kernels for Hopper alone, where those are simulated."""
+        return tuple(mutant for mutant in self.mutants if mutant.capability is not None)
 
     def standard(self, device: str, interpreted: bool, everything: bool = False) -> tuple[Case, ...]:
         """The cases that run by default: all on a GPU; elsewhere `small`, `medium` and the narrow edge battery, or, for

@@ -12,7 +12,7 @@ from tilewise import block_sparse_attn, hstu_attention_with_bsa
 from tilewise.ops.bsa import reference
 from tilewise.verify.api import verify
 from tilewise.verify.plan import DTYPES
-from tilewise.verify.run import DTYPES as TORCH_DTYPES
+from tilewise.verify.single import DTYPES as TORCH_DTYPES
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.bsa.cases_hstu import CASES, SUITE, HstuBsa
 

@@ -88,18 +88,36 @@ def _check_triton(device: torch.device, source: str) -> None:
 
 # Per context: a thread or a task. Others are not affected.
 _as_if: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_as_if", default=None)
+# An H100's and an H200's.
+SMS = 132
+_sms: contextvars.ContextVar[int] = contextvars.ContextVar("tilewise_sms", default=SMS)
 
 
 @contextlib.contextmanager
 def as_if_on(architecture: int) -> Iterator[None]:
     """Inside, `architecture` returns this one in this context, on any device: for launches that are compiled but not
-    run.
+    run, or simulated.
     """
     token = _as_if.set(architecture)
     try:
         yield
     finally:
         _as_if.reset(token)
+
+
+@contextlib.contextmanager
+def few_sms(count: int) -> Iterator[None]:
+    """Inside, a device that is not there has so many SMs in this context."""
+    token = _sms.set(count)
+    try:
+        yield
+    finally:
+        _sms.reset(token)
+
+
+def pretended_sms() -> int:
+    """How many SMs a device has where there is none to ask."""
+    return _sms.get()
 
 
 def pretended() -> int | None:

@@ -14,6 +14,7 @@ from tilewise.verify import drawing
 from tilewise.verify.rounding import delta_cost, score_rounding, softmax_floor
 from tilewise.verify.suite import Case, Fill, Problem, Suite, Tensors, cumulative, cut, transposed
 from tilewise.workbench.flash import planted
+from tilewise.workbench.flash.planted_sync import SYNC
 from tilewise.workbench.flash.planted_uses import USES
 from tilewise.workbench.operator import Benchmark
 
@@ -273,7 +274,14 @@ SUITE = Suite(
     use=Flash(lengths=(9, 0, 24), causal=True),
     draw=draw,
     cheap_to_use=True,
-    mutants=planted.PORTABLE + planted.HOPPER + USES,
+    mutants=planted.PORTABLE + planted.HOPPER + SYNC + USES,
+    hopper=("packed-128", "strided-aligned", "long-128", "long-empty", "long-window", "long-packed"),
+    leave_out=(
+        "T=300,H=2,D=64,causal=true",
+        "lengths=300/150,H=2,Hk=1,D=64",
+        "T=300,H=4,D=64,causal=true",
+        "T=40,Tk=700,H=2,D=64",
+    ),
 )
 
 

@@ -351,11 +351,18 @@ def draw(draw: Callable[[Any], Any], longest: int) -> Nsa:
     from hypothesis import strategies as st
 
     stride, init, local = draw(st.sampled_from((1, 4, 8))), draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    compress = stride * draw(st.integers(1, 4))
+    sizes = drawn_sizes(draw, longest, max(LEAST_TOKENS, 2 * compress), packs=True) | {
+        "size": 1.0,
+        "scale": drawing.scale(draw, high=-1),
+    }
+    # In fp32 no tile holds 20 keys of more channels, which cannot be cut into equal parts: the operator says so.
+    wide = max(sizes["D"], sizes["Dv"] or 0) > 128
     return Nsa(
-        **drawn_sizes(draw, longest, LEAST_TOKENS, packs=True) | {"size": 1.0, "scale": drawing.scale(draw, high=-1)},
-        compress=stride * draw(st.integers(1, 4)),
+        **sizes,
+        compress=compress,
         stride=stride,
-        block=stride * draw(st.sampled_from((4, 5, 8, 16))),
+        block=stride * draw(st.sampled_from((4, 8, 16) if wide else (4, 5, 8, 16))),
         count=draw(st.integers(max(1, init + local), 8)),
         window=draw(st.integers(9, 100) | st.integers(9, longest)),
         init=init,
@@ -373,6 +380,7 @@ SUITE = Suite(
     use=Nsa(lengths=(9, 20), H=1),
     draw=draw,
     mutants=planted.WHOLE,
-    # Where keys are alike, q's gradient is 0, and all that is left the rounding of each branch.
-    laws=tuple(law for law in LAWS if law != "constant"),
+    # Where keys are alike, q's gradient is 0, and all that is left the rounding of each branch; where all have one
+    # sign, little more is left of keys of few channels.
+    laws=tuple(law for law in LAWS if law not in ("constant", "one-signed")),
 )

@@ -208,10 +208,12 @@ def consume(given, W: gl.constexpr, TILE: gl.constexpr):
     o_dq = accumulator_offsets(BLOCK_M, HALF_D, DQ_LAYOUT)
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
+    # Redundant: read_block's thread barrier, here. Others follow before the slot is released, in leave_gradients.
     block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 4)
     while block.i_block >= 0:
         done = consume_block(block, i_item, done, zeros, o_dq, given, W, TILE)
         i_item += 1
+        # Redundant: as above.
         block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 4)
 
 

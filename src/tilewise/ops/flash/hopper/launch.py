@@ -36,8 +36,6 @@ from tilewise.ops.flash.hopper.sum import (
 
 Index = tuple[slice, ...]
 
-# SMs where there is no GPU to ask: an H100's and an H200's.
-SMS = 132
 # A packed descriptor's outermost axis, see `tile_descriptor`: RAGGED_ROWS steps of this stride wrap around 2^64.
 MOST_ROWS = RAGGED_ROWS.value
 RAGGED_STRIDE = 2**64 // MOST_ROWS
@@ -106,10 +104,10 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
 
 
 def sm_count(device: torch.device) -> int:
-    """How many SMs a device has; an H100's where launches are only collected."""
+    """How many SMs a device has; an H100's where launches are only collected, or simulated."""
     device = backend.actual(device)
     if device.type != "cuda" or backend.pretended() is not None:
-        return SMS
+        return backend.pretended_sms()
     return _sm_count(device)
 
 

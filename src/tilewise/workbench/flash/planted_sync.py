@@ -1,0 +1,210 @@
+"""Bugs of synchronisation planted in flash attention's kernels for Hopper. On a GPU some of them hang, and others show
+now and then or never; the simulation finds each under any schedule.
+"""
+
+from functools import partial
+
+from tilewise.verify.suite import Mutant
+
+_planted = partial(Mutant, capability=(9, 0), simulated=True)
+_RING, _WORK, _BLOCKS, _GRADIENTS, _SEMAPHORE, _FWD, _BWD = (
+    "_device.hopper.ring",
+    "_device.hopper.work",
+    "_device.hopper.blocks",
+    "_device.hopper.gradients",
+    "_device.hopper.semaphore",
+    "flash.hopper.fwd",
+    "flash.hopper.bwd",
+)
+
+SYNC = (
+    _planted(
+        "sync-full-phase",
+        "waits for a full buffer take the other phase",
+        _RING,
+        "mbarrier.wait(self.full.index(ring.stage), ring.phase)",
+        "mbarrier.wait(self.full.index(ring.stage), ring.phase ^ 1)",
+    ),
+    _planted(
+        "sync-empty-phase",
+        "waits for an empty buffer take the other phase",
+        _RING,
+        "mbarrier.wait(self.empty.index(ring.stage), ring.phase ^ 1)",
+        "mbarrier.wait(self.empty.index(ring.stage), ring.phase)",
+    ),
+    _planted(
+        "sync-phase-kept",
+        "a ring's phase does not flip where it wraps around",
+        _RING,
+        "gl.where(last, self.phase ^ 1, self.phase)",
+        "self.phase",
+    ),
+    _planted(
+        "sync-ring-too-long",
+        "a ring wraps around one buffer late",
+        _RING,
+        "last = self.stage == self.STAGES - 1",
+        "last = self.stage == self.STAGES",
+    ),
+    _planted(
+        "sync-released-early",
+        "K and V are released before the product that reads V is done",
+        _FWD,
+        "acc = warpgroup_mma_wait(0, deps=(acc_running,))\n    shared.steps.release(ring)",
+        "shared.steps.release(ring)\n    acc = warpgroup_mma_wait(0, deps=(acc_running,))",
+    ),
+    _planted(
+        "sync-scores-not-awaited",
+        "scores are used while their product may still run",
+        _FWD,
+        "b_s = warpgroup_mma_wait(1, deps=(s_running,))",
+        "b_s = warpgroup_mma_wait(2, deps=(s_running,))",
+    ),
+    _planted(
+        "sync-no-fence",
+        "O is copied to memory without a fence after its threads' stores",
+        _FWD,
+        "fence_async_shared()\n    thread_barrier()\n    store_tile(given.o",
+        "thread_barrier()\n    store_tile(given.o",
+    ),
+    _planted(
+        "sync-no-thread-barrier",
+        "O is copied to memory before all threads have stored",
+        _FWD,
+        "fence_async_shared()\n    thread_barrier()\n    store_tile(given.o",
+        "fence_async_shared()\n    store_tile(given.o",
+    ),
+    _planted(
+        "sync-copy-not-awaited",
+        "O's buffer is written while the item before is still copied from it",
+        _FWD,
+        "tma.store_wait(0)\n    # One warp of four",
+        "pass\n    # One warp of four",
+    ),
+    _planted(
+        "sync-ends-with-copies",
+        "the kernel ends while copies still read shared memory",
+        _FWD,
+        "# The last copies still read shared memory.\n    tma.store_wait(0)",
+        "pass",
+    ),
+    _planted(
+        "sync-one-reader",
+        "one warpgroup's release empties a buffer for all",
+        _FWD,
+        "steps=allocate_ring(TILE.STAGES, TILE.GROUPS)",
+        "steps=allocate_ring(TILE.STAGES, 1)",
+    ),
+    _planted(
+        "sync-one-reader-more",
+        "a buffer waits for a release that does not come",
+        _FWD,
+        "items=allocate_ring(TILE.SLOTS, TILE.GROUPS)",
+        "items=allocate_ring(TILE.SLOTS, TILE.GROUPS + 1)",
+    ),
+    _planted(
+        "sync-few-bytes",
+        "the barrier of Q expects one warpgroup's bytes",
+        _WORK,
+        "shared.items.expect(slot, GROUPS * given.q.block_type.nbytes)",
+        "shared.items.expect(slot, given.q.block_type.nbytes)",
+    ),
+    _planted(
+        "sync-many-bytes",
+        "a step expects V's bytes where only K comes",
+        _WORK,
+        "(given.v.block_type.nbytes if HAS_V else 0)",
+        "given.v.block_type.nbytes",
+    ),
+    _planted(
+        "sync-message-early",
+        "the message of an item is written over while it may still be read",
+        _WORK,
+        "shared.items.wait_empty(slot)\n    post_item(shared.mailbox, slot.stage, item)",
+        "post_item(shared.mailbox, slot.stage, item)\n    shared.items.wait_empty(slot)",
+    ),
+    _planted(
+        "sync-item-twice",
+        "two CTAs take the same item from the work counter",
+        _WORK,
+        "number = gl.num_programs(0) + gl.atomic_add",
+        "number = gl.num_programs(0) - 1 + gl.atomic_add",
+    ),
+    _planted(
+        "sync-statistics-not-expected",
+        "the barrier of Q does not expect the LSE's bytes",
+        _BLOCKS,
+        "mbarrier.expect(q_full, given.q.block_type.nbytes + given.lse_log2.block_type.nbytes)",
+        "mbarrier.expect(q_full, given.q.block_type.nbytes)",
+    ),
+    _planted(
+        "sync-gradients-not-written",
+        "dK and dV are copied to memory before both warpgroups have written them",
+        _BLOCKS,
+        "mbarrier.wait(given.written.index(slot.stage), slot.phase)",
+        "pass",
+    ),
+    _planted(
+        "sync-slot-released-early",
+        "K's slot is released while dK is still copied from it",
+        _BLOCKS,
+        "tma.store_wait(0)\n        given.blocks.release(slot)",
+        "given.blocks.release(slot)\n        tma.store_wait(0)",
+    ),
+    _planted(
+        "sync-exchange-not-awaited",
+        "dQ is computed before the other warpgroup's dS is there",
+        _GRADIENTS,
+        "mbarrier.wait(ready[1 - W].index(turn), (count // 2) & 1)",
+        "pass",
+    ),
+    _planted(
+        "sync-exchange-one-buffer",
+        "dS has one buffer, written while the other warpgroup may still read it",
+        _GRADIENTS,
+        "ds.index(turn * 2 + W).store(b_dsT)",
+        "ds.index(W).store(b_dsT)",
+    ),
+    _planted(
+        "sync-queries-released-early",
+        "a query tile is released by one warp while others may still read its delta",
+        _GRADIENTS,
+        "thread_barrier()\n    given.steps.release(ring)",
+        "given.steps.release(ring)",
+    ),
+    _planted(
+        "sync-keys-overwritten",
+        "dK is written over K before the other warpgroup is done with it",
+        _BWD,
+        "mbarrier.wait(exchange.finished.index(0), i_item & 1)",
+        "pass",
+    ),
+    _planted(
+        "sync-order-not-awaited",
+        "a block adds to dQ before the block before it has",
+        _GRADIENTS,
+        "given.order.wait_go(step.count)",
+        "pass",
+    ),
+    _planted(
+        "sync-acquire-relaxed",
+        "the semaphore of dQ is read without acquiring",
+        _SEMAPHORE,
+        'sem="acquire"',
+        'sem="relaxed"',
+    ),
+    _planted(
+        "sync-release-relaxed",
+        "the semaphore of dQ is raised without releasing",
+        _SEMAPHORE,
+        'gl.atomic_max(p_semaphore, i_block + 1, sem="release", scope="gpu")',
+        'gl.atomic_max(p_semaphore, i_block + 1, sem="relaxed", scope="gpu")',
+    ),
+    _planted(
+        "sync-released-before-added",
+        "the next block may add to dQ before both warpgroups have",
+        _SEMAPHORE,
+        "mbarrier.wait(self.added.index(count % ORDER_STAGES), (count // ORDER_STAGES) & 1)",
+        "pass",
+    ),
+)
