@@ -84,7 +84,8 @@ test-tritons: $(TRITONS:%=test-triton-%)
 
 test-triton-%: $(VENV)/triton-%/.ready
 	@PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -c "import triton; assert triton.__version__ == '$*', triton.__version__"
-	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto tests/test_other_tritons.py
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto tests/test_other_tritons.py tests/gluon \
+	  "tests/ops/flash/test_hopper_simulated.py::test_its_cases[packed-128]"
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check

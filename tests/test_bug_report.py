@@ -71,7 +71,7 @@ def test_without_a_gpu(monkeypatch):
     found = dict(rows(doctor.report()))
     assert (found["GPU"], found["driver"], found["Gluon"]) == ("none", "none", "importable")
     assert found["portable Triton kernels"] == "on, interpreted"
-    assert found["Hopper's own kernels"] == "off: no GPU; kernels are interpreted, and Gluon has no interpreter"
+    assert found["Hopper's own kernels"] == "off: no GPU; kernels are interpreted"
     monkeypatch.setattr(interpreter, "interpreting", lambda: False)
     found = dict(rows(doctor.report()))
     assert found["portable Triton kernels"] == "off: no GPU, and kernels are not interpreted"

@@ -136,7 +136,7 @@ def verify(
         if not every_config and (kernel is not None or small or diff):
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if leave_out:
-            _leave_out(operators, impl, config, dtype)
+            _leave_out(operators, impl, config, dtype, not no_grad)
             return
         if every_config:
             given = impl, config, use, rtol, atol, repeat, json, html
@@ -177,7 +177,9 @@ def _seed(word: str) -> int:
     return number
 
 
-def _leave_out(operators: list[str] | None, impl: str | None, config: list[str] | None, dtype: str) -> None:
+def _leave_out(
+    operators: list[str] | None, impl: str | None, config: list[str] | None, dtype: str, gradients: bool
+) -> None:
     from tilewise.verify.leave_out import Request, run_request
 
     if not operators or len(operators) != 1:
@@ -186,7 +188,7 @@ def _leave_out(operators: list[str] | None, impl: str | None, config: list[str] 
     chosen = "bf16" if dtype == DTYPES else dtype
     if chosen not in DTYPES.split(","):
         raise UsageError(f"--leave-out runs in one dtype: expected one of {DTYPES}, got {dtype}")
-    if not run_request(Request(operators[0], impl, config or [], chosen), make_console()):
+    if not run_request(Request(operators[0], impl, config or [], chosen, gradients), make_console()):
         raise typer.Exit(1)
 
 

@@ -175,7 +175,7 @@ def _simulate_gluon() -> None:
         global _launches, _simulated
         if warmup:
             return compiled(self, *arguments, grid=grid, warmup=warmup, **named)
-        from tilewise._gluon import launch
+        from tilewise._gluon.launch import launch
 
         _launches += 1
         _simulated += 1

@@ -17,7 +17,7 @@ from tilewise.verify.result import Check, Settings
 from tilewise.verify.suite import Case, Mutant
 from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash import cases as flash
-from tilewise.workbench.flash import planted, planted_uses
+from tilewise.workbench.flash import planted, planted_sync, planted_uses
 
 OPERATORS = [workbench.find(name) for name in workbench.names("suite")]
 IN_FILE = [operator for operator in OPERATORS if operator.name in FAST]
@@ -113,8 +113,8 @@ def test_every_bug_can_be_planted(operator):
 def test_bugs_in_kernels_for_hopper_are_planted_there_alone():
     suite = flash.SUITE
     assert suite.planted(None) == suite.planted((8, 0)) == planted.PORTABLE + planted_uses.USES
-    assert suite.planted((9, 0)) == suite.mutants
-    assert len(suite.mutants) - len(suite.planted(None)) >= 15
+    assert suite.planted((9, 0)) == planted.PORTABLE + planted.HOPPER + planted_uses.USES
+    assert suite.planted_for_hopper() == planted.HOPPER + planted_sync.SYNC
 
 
 @pytest.mark.slow

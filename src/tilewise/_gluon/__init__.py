@@ -3,32 +3,3 @@
 A kernel's own Python code runs, with tiles that are torch tensors. What is checked does not hang on the schedule that
 happened: see `order`.
 """
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from tilewise._gluon.faults import KernelFaultError
-from tilewise._gluon.leaving_out import studied
-from tilewise._gluon.machine import Machine
-
-__all__ = ["KernelFaultError", "launch"]
-
-
-def launch(
-    kernel: Any,
-    grid: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]],
-    positional: Sequence[Any],
-    named: dict[str, Any],
-    seed: int | None,
-) -> None:
-    """Run a launch as `kernel[grid](*positional, **named)` asks for it; what is no parameter is an option."""
-    names = [parameter.name for parameter in kernel.params]
-    if len(positional) > len(names):
-        raise TypeError(f"{kernel.fn.__name__} takes {len(names)} arguments: got {len(positional)}")
-    given = dict(zip(names, positional, strict=False)) | {key: x for key, x in named.items() if key in names}
-    given = {p.name: p.default for p in kernel.params if p.has_default} | given
-    missing = [name for name in names if name not in given]
-    if missing:
-        raise TypeError(f"{kernel.fn.__name__} needs {', '.join(missing)}")
-    sizes = grid(given) if callable(grid) else grid
-    Machine(seed, studied()).launch(kernel, sizes, given, named.get("num_warps", 4))

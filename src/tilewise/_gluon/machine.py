@@ -38,7 +38,8 @@ class Cta:
 
     def __init__(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.index, self.grid = index, grid
-        self.name = f"CTA {', '.join(map(str, index))}" if grid[1:] != (1, 1) else f"CTA {index[0]}"
+        axes = 1 if grid[1:] == (1, 1) else 2 if grid[2] == 1 else 3
+        self.name = str(index[0] if axes == 1 else index[:axes])
         self.shared_bytes = 0
 
     def allocate(self, nbytes: int) -> None:
@@ -56,14 +57,14 @@ class Partition(Agent):
         self,
         machine: "Machine",
         cta: Cta,
-        name: str,
+        role: str,
         call: Callable[[], Any],
         clock: Clock,
         warps: int,
     ) -> None:
         super().__init__(machine, clock, warps)
         self.machine: Machine = machine
-        self.cta, self.name = cta, name
+        self.cta, self.role = cta, role
         self._call = call
         self.go = threading.Semaphore(0)
         self.until: Callable[[], bool] | None = None
@@ -93,7 +94,8 @@ class Partition(Agent):
         if self.products or self.copies:
             engine = (*self.products, *self.copies)[0]
             what = "products" if self.products else "copies to global memory"
-            raise KernelFaultError("not waited for", f"{self.name} ends while {what} still run", engine.lines)
+            message = f"CTA {self.cta.name}{self.role} ends while {what} still run"
+            raise KernelFaultError("not waited for", message, engine.lines)
 
     def join(self) -> None:
         """After it has finished."""
@@ -128,7 +130,7 @@ class Partition(Agent):
             Partition(
                 self.machine,
                 self.cta,
-                f"{self.cta.name}, partition {i} ({function.__name__})",
+                f", partition {i} ({function.__name__})",
                 lambda function=function, arguments=arguments: function(*arguments),  # type: ignore[misc]
                 self.clock,
                 count,
@@ -138,7 +140,7 @@ class Partition(Agent):
         self.machine.start(started)
         self.tick()
         function, arguments = first
-        self.name = f"{self.cta.name}, partition 0 ({function.__name__})"
+        self.role = f", partition 0 ({function.__name__})"
         result = function(*arguments)
         self.block(
             lambda: all(one.finished for one in started), lambda: "waits for the other partitions' end", self.cta
@@ -238,7 +240,7 @@ class Machine:
                 while ctas and len(running) < SMS:
                     cta = ctas.popleft()
                     running[id(cta)] = 1
-                    self.start([Partition(self, cta, cta.name, lambda: function(**values), {}, num_warps)])
+                    self.start([Partition(self, cta, "", lambda: function(**values), {}, num_warps)])
                 self._step(running)
         finally:
             self.stopped = True
@@ -269,8 +271,13 @@ class Machine:
             self.changed(partition.cta)
 
     def _deadlock(self) -> KernelFaultError:
+        # Often all CTAs wait alike.
+        alike: dict[tuple[str, str, Lines], list[str]] = {}
+        for one in self._partitions:
+            alike.setdefault((one.role, one.why(), one.where), []).append(one.cta.name)
         waiting = [
-            f"{one.name} {one.why()}\n        {shown(one.where)}" for one in self._partitions if not one.finished
+            f"CTA{'s' if len(ctas) > 1 else ''} {', '.join(ctas)}{role} {why}\n        {shown(where)}"
+            for (role, why, where), ctas in alike.items()
         ]
         fault = KernelFaultError("deadlock", "\n    ".join(("nobody can go on", *waiting)))
         fault.lines = tuple(one.where for one in self._partitions)

@@ -64,7 +64,7 @@ class GlobalMemory:
     """The storage of a tensor that a launch was given."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.flat = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+        self.flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
         # Of each element, who wrote it last and when, and whether that was an atomic; 0 is the host.
         self._stamps: torch.Tensor | None = None
         self._atomic = torch.zeros(0)

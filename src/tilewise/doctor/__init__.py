@@ -218,7 +218,7 @@ def hopper_off() -> list[str]:
     elif HOPPERS not in found:
         reasons.append(_too_old(found, HOPPERS))
     if interpreted():
-        reasons.append("kernels are interpreted, and Gluon has no interpreter")
+        reasons.append("kernels are interpreted")
     why = gluon.why_off()
     return [*reasons, why] if why else reasons
 

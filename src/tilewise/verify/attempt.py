@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise._gluon.faults import KernelFaultError
 from tilewise.verify.implementation import WrongReturnError
 from tilewise.verify.result import ERROR, Finding
 
@@ -18,7 +19,7 @@ class Attempt(NamedTuple):
 
 def error_finding(error: Exception) -> Finding:
     """What the function raised, with its place."""
-    if isinstance(error, WrongReturnError):
+    if isinstance(error, WrongReturnError | KernelFaultError):
         return Finding(ERROR, str(error))
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from tilewise import interpreter, workbench
-from tilewise.verify.result import HOPPER, Check, Implementation
+from tilewise.verify.result import HOPPER, Check, Implementation, Settings
 from tilewise.verify.suite import Suite
 from tilewise.workbench.operator import Operator, UsageError
 
@@ -30,6 +30,7 @@ class Request(NamedTuple):
     impl: str | None
     configs: Sequence[str]
     dtype: str
+    gradients: bool
 
 
 # How a comment above a statement, or above a call that leads there, begins that says why another makes it needless.
@@ -108,7 +109,8 @@ def _checks(operator: Operator, request: Request) -> list[Check]:
         found = [suite.find(name).name for name in names]
     except ValueError as error:
         raise UsageError(f"{operator.name}: {error}") from None
-    return [Check(operator.name, implementation, name, request.dtype) for name in found]
+    settings = Settings(gradients=request.gradients)
+    return [Check(operator.name, implementation, name, request.dtype, settings) for name in found]
 
 
 def leave_out(checks: Sequence[Check]) -> Iterator[Statement]:
@@ -170,7 +172,7 @@ def _leave_out(task: tuple[tuple[Check, ...], Lines, str]) -> Statement:
     for check in checks:
         attempt = _run(check, Study(lines))
         if attempt.findings:
-            kind = attempt.findings[0].message.removeprefix("KernelFaultError: ").partition(":")[0]
+            kind = attempt.findings[0].message.partition(":")[0]
             return Statement(lines, what, kind)
         if differing(_ordinary(check), attempt):
             return Statement(lines, what, "wrong values")

@@ -384,9 +384,7 @@ class Suite:
 
     def planted(self, capability: tuple[int, int] | None) -> tuple[Mutant, ...]:
         """The bugs in kernels that run on a GPU of this compute capability; None where kernels are interpreted."""
-        return tuple(
-            mutant for mutant in self.mutants if mutant.capability in (None, capability) and not mutant.simulated
-        )
+        return tuple(one for one in self.mutants if one.capability in (None, capability) and not one.simulated)
 
     def planted_for_hopper(self) -> tuple[Mutant, ...]:
         """The bugs in kernels for Hopper alone, where those are simulated."""

@@ -55,7 +55,7 @@ def why_not_hopper(direction: Direction, inputs: Inputs, *gradients: torch.Tenso
     if q.element_size() != 2:
         return "fp32"
     if not backend.compiles_for(q.device):
-        return "Gluon has no interpreter"
+        return "kernels are interpreted"
     architecture = backend.architecture(q.device)
     if architecture != hopper_configs.ARCHITECTURE:
         return f"sm_{architecture} is not sm_{hopper_configs.ARCHITECTURE}"
