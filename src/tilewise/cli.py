@@ -136,6 +136,10 @@ def verify(
         if not every_config and (kernel is not None or small or diff):
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if leave_out:
+            flags = by_range, range_raw, mutants, everything, fail_fast, every_config, list_names
+            values = fill, search, use, verbosity, schedules, schedule, repeat, json, html
+            if any(flags) or any(values) or (rtol, atol) != (None, None) or (number, budget) != (SEED, BUDGET):
+                raise UsageError("--leave-out takes --impl, --config, --dtype and --no-grad, no other option")
             _leave_out(operators, impl, config, dtype, not no_grad)
             return
         if every_config:
@@ -152,7 +156,7 @@ def verify(
             list_cases(operators or [], console)
             return
         fill = "range" if by_range else "range-raw" if range_raw else fill or "random"
-        seeds = tuple(schedule or range(schedules))
+        seeds = tuple(dict.fromkeys((*(schedule or ()), *range(schedules))))
         settings = Settings(number, fill, not no_grad, repeat, rtol, atol, seeds)
         what = operators or [], impl, config or [], [name.strip() for name in dtype.split(",")]
         command = shlex.join(["tilewise", *sys.argv[1:]])

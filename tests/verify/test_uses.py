@@ -6,9 +6,10 @@ import torch
 from tilewise import workbench
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.verify import verify
-from tilewise.verify.api import run_checks
+from tilewise.verify.api import run_checks, score
 from tilewise.verify.plan import ALL_USES, DTYPES, implementations, plan
 from tilewise.verify.result import CHANGES_SETTINGS, NOT_JUDGED, NOTE, SKIPPED, WARNING, Check, Finding, Settings
+from tilewise.verify.state import matmul_precision
 from tilewise.verify.uses import USES
 from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash.cases import SUITE
@@ -108,6 +109,52 @@ def steals_the_gradient(q, k, v, **options):
     return both(q, k, v, **options)
 
 
+def keeps_values(q, k, v, **options):
+    """Values are copied once, and known by their address from then on."""
+    kept = keeps_values.kept.setdefault(v.data_ptr(), (v, v.detach().clone()))[1]
+    return both(q, k, v - v.detach() + kept, **options)
+
+
+def has_the_lse_by_default(q, k, v, *, return_lse=True, **options):
+    o, lse = both(q, k, v, **options)
+    return (o, lse) if return_lse else 2 * o
+
+
+def hopper(q, k, v, **options):
+    """Named as a backend of ours is."""
+    return both(q, k, v, **options)
+
+
+def test_one_sequence_has_other_values_too():
+    keeps_values.kept = {}
+    assert found(keeps_values, "same-memory", configs=["small"]) == {"same-memory": ["remembers old values"]}
+    assert found(both, "two-calls", configs=["small"]) == {}
+
+
+def test_what_is_the_default_is_declined():
+    assert found(has_the_lse_by_default, "fewer-outputs") == {"fewer-outputs": ["wrong without optional outputs"]}
+
+
+def test_a_function_with_a_backends_name_has_the_whole_battery():
+    flash = workbench.find("flash")
+    assert len(plan(flash, "hopper", (), ["bf16"], Settings())) == len(plan(flash, "mine", (), ["bf16"], Settings()))
+
+
+def test_an_error_in_what_a_use_is_compared_with_is_a_finding():
+    def fails_reversed(q, k, v, *, cu_seqlens_q=None, **options):
+        assert cu_seqlens_q is None or cu_seqlens_q[1] == 9
+        return both(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+
+    assert set(found(fails_reversed, "two-calls")) == {"two-calls"}
+
+
+def test_bugs_without_a_check_have_no_score(monkeypatch):
+    bugs = [bug for bug in BUGS if bug.name in ("frozen-keys", "no-lse-graph")]
+    monkeypatch.setattr("tilewise.verify.api.planted", lambda _: bugs)
+    (only,) = score(workbench.find("flash"), (), ["bf16"], Settings(gradients=False))
+    assert only.name == "no-lse-graph"
+
+
 def doubles_for_one(q, k, v, **options):
     """Wrong where exactly one input requires grad."""
     o, lse = both(q, k, v, **options)
@@ -166,6 +213,8 @@ def test_uses_are_asked_for_by_name():
         ("small", "bf16", "two-calls"),
     ]
     assert asked[0].command().endswith("--config small --dtype bf16 --use no-grad --impl mine.py:attention")
+    with pytest.raises(UsageError, match="memory-growth is no case that can be used in another way"):
+        plan(flash, None, ["memory-growth"], DTYPES, Settings(), uses=[ALL_USES])
     with pytest.raises(
         UsageError, match=r"no use 'no-grads': did you mean no-grad\? expected all, or some of no-grad, "
     ):
@@ -262,6 +311,16 @@ def takes_tf32(q, k, v, **options):
     return both(q, k, v, **options)
 
 
+def takes_tf32_anywhere(q, k, v, **options):
+    torch.backends.fp32_precision = "tf32"
+    return both(q, k, v, **options)
+
+
+def takes_bf16_products(q, k, v, **options):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    return both(q, k, v, **options)
+
+
 def is_deterministic(q, k, v, **options):
     torch.use_deterministic_algorithms(True)
     return both(q, k, v, **options)
@@ -290,6 +349,8 @@ def process():
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
+        torch.backends.fp32_precision,
+        matmul_precision(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.backends.cuda.flash_sdp_enabled(),
@@ -304,7 +365,12 @@ def process():
         (doubles_the_default, "the default dtype: torch.float32 before the call, torch.float64 after it"),
         (draws, "the state of torch's random numbers: others will follow"),
         (takes_threads, "the number of threads: "),
-        (takes_tf32, "the precision of fp32 matmuls (TF32): ieee before the call, tf32 after it"),
+        (
+            takes_tf32,
+            "the precision of fp32 matmuls (TF32), on a GPU and on a CPU: ('ieee', 'ieee') before the call, ('tf32'",
+        ),
+        (takes_tf32_anywhere, "the precision of all of fp32: none before the call, tf32 after it"),
+        (takes_bf16_products, "('ieee', 'bf16') after it"),
         (is_deterministic, ", (True, False) after it"),
         (autocasts, "autocast on the CPU: False before the call, True after it"),
         (forbids_kernels, "whether attention may use flash: True before the call, False after it"),

@@ -135,7 +135,10 @@ def search_failures(
     that was skipped, where the search ended before.
     """
     failures = []
-    for implementation in implementations(impl):
+    searched = [one for one in implementations(impl) if one.external or one.name != HOPPER]
+    if not searched:
+        raise UsageError("--search draws problems that kernels for Hopper mostly do not take: choose another backend")
+    for implementation in searched:
         suite: Suite = operator.load("suite")
         with one_process([case.name for case in suite.cases] if implementation.external else (), budget) as run:
             failures += find_failure(operator, implementation, count, dtypes, settings, run)
@@ -151,7 +154,7 @@ def score(
 ) -> Iterator[MutantResult]:
     """Each planted bug through the same cases and criterion, until a check fails."""
     suite: Suite = operator.load("suite")
-    kernels = next((i for i in implementations() if i.name == "triton"), None)
+    kernels = next((i for i in implementations() if i.name in ("triton", HOPPER)), None)
     mutants = planted(operator)
     if kernels is None or not mutants:
         raise UsageError(
@@ -164,17 +167,24 @@ def score(
     checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
     # One that shows in one use alone passes all of them.
     uses = plan(operator, None, (), order[:1], settings)
-    simulated = kernels._replace(name=HOPPER)
     on_hopper = tuple(
-        Check(operator.name, simulated, name, "bf16", settings) for name in configs or suite.hopper if name != GROWTH
+        Check(operator.name, kernels._replace(name=HOPPER), name, dtype, settings)
+        for dtype in order[:1]
+        for name in configs or suite.hopper
+        if name != GROWTH and dtype != "fp32"
     )
-    jobs = []
-    for mutant in mutants:
+
+    def checks_for(mutant: Mutant) -> tuple[Check, ...]:
         if mutant.capability and kernels.interpreted:
-            jobs.append(Job(on_hopper, mutant.name, until_failure=True))
-            continue
+            return on_hopper
+        if kernels.name == HOPPER:
+            return ()
         used = tuple(check for check in uses if check.use == mutant.use and check.implementation == kernels)
-        jobs.append(Job(used if mutant.use and not configs else checks, mutant.name, until_failure=True))
+        return used if mutant.use and not configs else checks
+
+    # One that no check is for, such as a use of gradients without gradients, has no score.
+    mutants = tuple(mutant for mutant in mutants if checks_for(mutant))
+    jobs = [Job(checks_for(mutant), mutant.name, until_failure=True) for mutant in mutants]
     again = []
     for mutant, job, results in zip(mutants, jobs, run_jobs(jobs, budget), strict=True):
         if kernels.device == "cuda" and HANG in results[-1].statuses:

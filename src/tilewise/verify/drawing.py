@@ -1,11 +1,12 @@
 """How further problems are drawn: the sizes and scales that every operator's `draw` has.
 
 Hypothesis shrinks a failure to the first alternative and the least number, so the simplest comes first. All strategies
-are hypothesis's, which is imported on use: only `--search` needs it.
+are hypothesis's, which is imported on use: other projects' tests may lack it.
 """
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,25 +129,40 @@ def for_each(draw: Callable[[Draw], Any], test: Callable[[Any], None], seed: int
     In rounds: after ten examples hypothesis copies parts of one into the next, which fits tests that cost nothing. Here
     each should tell something new.
     """
+    with _files_aside():
+        for first in range(0, count, ROUND):
+            _round(draw, test, f"{seed} {first}", 1 + min(ROUND, count - first))
+
+
+@contextlib.contextmanager
+def _files_aside() -> Iterator[None]:
+    """Hypothesis's files are not left in the user's working directory; other tests of this process keep theirs."""
+    from hypothesis import configuration
+
+    usual = vars(configuration).get("__hypothesis_home_directory")
+    configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "tilewise-hypothesis")
+    try:
+        yield
+    finally:
+        configuration.set_hypothesis_home_dir(usual)
+
+
+def _round(draw: Callable[[Draw], Any], test: Callable[[Any], None], seed: str, count: int) -> None:
     import hypothesis
     from hypothesis import strategies as st
 
-    # Its files are not left in the user's working directory.
-    hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "tilewise-hypothesis")
-    for first in range(0, count, ROUND):
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        print_blob=False,
+    )
+    @hypothesis.given(st.composite(draw)())
+    def run(example: Any) -> None:
+        test(example)
 
-        @hypothesis.seed(f"{seed} {first}")
-        @hypothesis.settings(
-            max_examples=1 + min(ROUND, count - first),
-            deadline=None,
-            database=None,
-            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-            report_multiple_bugs=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
-            print_blob=False,
-        )
-        @hypothesis.given(st.composite(draw)())
-        def run(example: Any) -> None:
-            test(example)
-
-        run()
+    run()

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from tilewise.verify.result import HOPPER, Implementation
+from tilewise.verify.state import matmul_precision, set_matmul_precision
 from tilewise.verify.suite import Case, Problem, Tensors
 from tilewise.workbench.operator import Operator, UsageError, place_and_name
 
+FULL = "ieee", "ieee"
 # SMs of the Hopper GPU that is simulated.
 SIMULATED_SMS = 2
 
@@ -92,11 +94,9 @@ def check_signature(function: Callable[..., Any], name: str, cases: Iterable[Cas
 
 
 def declined(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """What does not request what the arguments do: False for each that `function` has no default for."""
+    """What does not request what the arguments do: False for each whose default is not that."""
     parameters = _parameters(function) or {}
-    return {
-        name: False for name in arguments if name in parameters and parameters[name].default is inspect.Parameter.empty
-    }
+    return {name: False for name in arguments if name in parameters and parameters[name].default is not False}
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
@@ -302,9 +302,9 @@ def _for_all_threads() -> Iterator[None]:
         if torch.get_default_dtype() != torch.float32:
             _before.setdefault("dtype", torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
-        if torch.get_float32_matmul_precision() != "highest":
-            _before.setdefault("precision", torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
+        if matmul_precision() != FULL:
+            _before.setdefault("precision", matmul_precision())
+            set_matmul_precision(FULL)
     try:
         yield
     finally:
@@ -314,5 +314,5 @@ def _for_all_threads() -> Iterator[None]:
                 if "dtype" in _before:
                     torch.set_default_dtype(_before["dtype"])
                 if "precision" in _before:
-                    torch.set_float32_matmul_precision(_before["precision"])
+                    set_matmul_precision(_before["precision"])
                 _before.clear()

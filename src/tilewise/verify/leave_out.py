@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from tilewise import interpreter, workbench
+from tilewise.ops._host import backend
 from tilewise.verify.result import HOPPER, Check, Implementation, Settings
 from tilewise.verify.suite import Suite
 from tilewise.workbench.operator import Operator, UsageError
@@ -102,7 +103,7 @@ def _checks(operator: Operator, request: Request) -> list[Check]:
         implementation = Implementation(HOPPER, "cpu", interpreted=True)
     else:
         raise UsageError(f"{operator.name} has no kernels in Gluon: give yours with --impl FILE.py:FUNCTION")
-    if not interpreter.interpreting():
+    if not backend.interpreting():
         raise UsageError("--leave-out simulates Gluon kernels on CPU tensors: set TRITON_INTERPRET=1")
     names = request.configs or suite.leave_out or ("small",)
     try:

@@ -1,5 +1,6 @@
 """Which checks a run consists of: the cases, the growth of memory, and the uses."""
 
+import importlib.util
 import itertools
 import os
 from collections.abc import Sequence
@@ -89,10 +90,16 @@ def plan(
         if use not in (*USES, ALL_USES):
             close = did_you_mean(use, USES)
             raise UsageError(f"there is no use {use!r}: {close}expected {ALL_USES}, or some of {', '.join(USES)}")
+    if uses and GROWTH in chosen:
+        raise UsageError(
+            f"{GROWTH} is no case that can be used in another way: leave it out of --config, or --use away"
+        )
+    if uses and settings.schedules:
+        raise UsageError("--schedules runs cases, and --use their other uses: give one of them")
     turns: dict[str, int] = {}
     checks = []
     for implementation in implementations(external):
-        if implementation.name == HOPPER:
+        if implementation.name == HOPPER and not implementation.external:
             checks += _simulated(operator, implementation, chosen, dtypes, settings, everything, uses)
             continue
         standard = suite.standard(implementation.device, implementation.interpreted, everything or bool(external))
@@ -133,9 +140,13 @@ def _simulated(
     """Of an operator's kernels for Hopper, simulated: they take 16 bits alone. A case that they do not take says so."""
     suite: Suite = operator.load("suite")
     narrow = [dtype for dtype in dtypes if dtype != "fp32"]
-    if not suite.hopper or not narrow or uses:
+    # Their other uses take long, and are for those who ask for this backend.
+    if not suite.hopper or not narrow or (uses and os.environ.get("TILEWISE_BACKEND") != HOPPER):
         return []
     names = chosen or suite.hopper[: None if everything else 1]
+    if uses:
+        used = USES if ALL_USES in uses else uses
+        return [Check(operator.name, implementation, names[0], narrow[-1], settings, use) for use in used]
     here = narrow if chosen or everything else narrow[-1:]
     return [
         Check(operator.name, implementation, name, dtype, settings)
@@ -170,5 +181,8 @@ def _drawn_use(suite: Suite, seed: int) -> list[str]:
         short = 1 < max(problem.tokens(), default=0) <= SHORT
         return short and sequences(problem, problem.tensors(make_fill("zero", seed))) > 1
 
+    if importlib.util.find_spec("hypothesis") is None:
+        # Another project's tests may lack it.
+        return []
     found = filter(fits, sorted(drawn(suite, seed, MOST_DRAWN, INTERPRETED), key=is_like_the_small_one))
     return [str(problem) for problem in itertools.islice(found, 1)]

@@ -107,7 +107,9 @@ class Single:
     def judge(self) -> tuple[tuple[Comparison, ...], tuple[Finding, ...]]:
         """The tensors' verdicts and other findings."""
         inputs = self.inputs(torch.nan)
+        simulated = interpreter.simulated()
         attempt = self.run_once(inputs, self.incoming)
+        simulated = interpreter.simulated() - simulated
         comparisons, findings = self._compare(attempt)
         if any(finding.severity != NOTE for finding in findings) or not all(c.passed for c in comparisons):
             # After a kernel error the GPU context is dead: this process is done, and its worker is replaced.
@@ -118,7 +120,7 @@ class Single:
         return comparisons, (
             *findings,
             *self._repeats(attempt),
-            *self._schedules(attempt, {c.name: c.allowed for c in comparisons}),
+            *(self._schedules(attempt, {c.name: c.allowed for c in comparisons}) if simulated else ()),
             *self._reversed(attempt, inputs, {c.name: c.allowed for c in comparisons}),
         )
 
@@ -365,6 +367,21 @@ class Single:
         )
         rounding = self.check.implementation.external and not again.findings and are_within(first, back, allowed)
         return [Finding(BATCH_ORDER, found, WARNING if rounding else FAILURE)] if found else []
+
+    def others(self) -> tuple[Tensors, Incoming | None]:
+        """Inputs of the same shapes and other values, and what arrives then: the batch in reverse order, so that
+        offsets differ too; where that gives the same values, others by the next seed.
+        """
+        mirrored, incoming = self.reversed()
+        floating = [name for name, x in self._values.items() if x.is_floating_point() and x.numel()]
+        if any(not torch.equal(mirrored[name], self._values[name].to(mirrored[name])) for name in floating):
+            return mirrored, incoming
+        inputs = self.inputs(torch.nan)
+        for name, x in make_inputs(self.problem, "random", self.check.settings.seed + 1).items():
+            if name in floating:
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in inputs[name].stride())
+                inputs[name][once].copy_(x[once])
+        return inputs, self.incoming
 
     def reversed(self) -> tuple[Tensors, Incoming | None]:
         """The inputs with the sequences in reverse order, and what arrives then."""

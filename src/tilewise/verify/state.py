@@ -34,15 +34,33 @@ def _attribute(owner: Any, name: str) -> _Setting:
     return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
-def _matmul_precision() -> str:
-    # The older functions raise where this setting was used. `none`, never set, computes as `ieee` does.
-    found = torch.backends.cuda.matmul.fp32_precision
-    return "ieee" if found == "none" else found
+def _matmul_setting(backend: Any) -> _Setting:
+    # torch.get_float32_matmul_precision raises where these differ. `none`, never set, computes as `ieee` does.
+    def get() -> str:
+        found = str(backend.matmul.fp32_precision)
+        return "ieee" if found == "none" else found
+
+    return _Setting(get, lambda value: setattr(backend.matmul, "fp32_precision", value))
 
 
-def _set_matmul_precision(value: str) -> None:
-    # Both what the older functions report and the setting.
-    torch.set_float32_matmul_precision("highest" if value == "ieee" else "high")
+# Of products of fp32, on a GPU and on a CPU.
+_MATMULS = _matmul_setting(torch.backends.cuda), _matmul_setting(torch.backends.mkldnn)
+_WORDS = {("ieee", "ieee"): "highest", ("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
+
+
+def matmul_precision() -> tuple[str, str]:
+    """Of products of fp32 on a GPU and on a CPU: `ieee` where they are of full precision."""
+    cuda, cpu = (str(setting.get()) for setting in _MATMULS)
+    return cuda, cpu
+
+
+def set_matmul_precision(values: tuple[str, str]) -> None:
+    """Both, by the older function where it has a word for them: its own getter raises where they do not fit it."""
+    if values in _WORDS:
+        torch.set_float32_matmul_precision(_WORDS[values])
+        return
+    for setting, value in zip(_MATMULS, values, strict=True):
+        setting.set(value)
 
 
 def _autocast(device: str) -> _Setting:
@@ -60,7 +78,8 @@ _SETTINGS = {
     "grad mode": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
     "autocast on the CPU": _autocast("cpu"),
     "autocast on the GPU": _autocast("cuda"),
-    "the precision of fp32 matmuls (TF32)": _Setting(_matmul_precision, _set_matmul_precision),
+    "the precision of all of fp32": _attribute(torch.backends, "fp32_precision"),
+    "the precision of fp32 matmuls (TF32), on a GPU and on a CPU": _Setting(matmul_precision, set_matmul_precision),
     "the precision of fp32 convolutions (TF32)": _attribute(
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
         "fp32_precision",
@@ -91,12 +110,11 @@ class State:
 
     def restore(self) -> list[str]:
         """What has changed since, each as it was and as it is, undone where torch lets one."""
-        changes = []
-        for name, setting in _SETTINGS.items():
-            before, now = self._settings[name], setting.get()
-            if now != before:
-                changes.append(f"{name}: {before} before the call, {now} after it")
-                setting.set(before)
+        found = {name: setting.get() for name, setting in _SETTINGS.items()}
+        changed = {name: now for name, now in found.items() if now != self._settings[name]}
+        changes = [f"{name}: {self._settings[name]} before the call, {now} after it" for name, now in changed.items()]
+        for name in changed:
+            _SETTINGS[name].set(self._settings[name])
         if not torch.equal(self._random, torch.get_rng_state()):
             changes.append("the state of torch's random numbers: others will follow than before the call")
             torch.set_rng_state(self._random)
@@ -105,8 +123,8 @@ class State:
             if not all(map(torch.equal, self._random_cuda, now)):
                 changes.append("the state of the GPU's random numbers: others will follow than before the call")
                 torch.cuda.set_rng_state_all(self._random_cuda)
-        for owner, before in self._members.items():
-            for name, x in _changed(before, dict(vars(owner)), owner):
+        for owner, members in self._members.items():
+            for name, x in _changed(members, dict(vars(owner)), owner):
                 changes.append(f"{owner.__name__}.{name} is another function than before the call")
                 if x is None:
                     delattr(owner, name)
@@ -117,15 +135,30 @@ class State:
 
 def _changed(before: dict[str, Any], now: dict[str, Any], owner: Any) -> list[tuple[str, Any]]:
     """Names of public functions that are other ones now, with what they were; None where that was a base class's."""
-    found = [(name, x) for name, x in before.items() if now.get(name) is not x and not _is_wrapped(x, now.get(name))]
+    found = [
+        (name, x)
+        for name, x in before.items()
+        if now.get(name) is not x
+        and _unwatched(now.get(name)) is not _unwatched(x)
+        and not _is_wrapped(x, now.get(name))
+    ]
     bases = owner.__mro__[1:] if isinstance(owner, type) else ()
     # Other new names are what a lazy import adds.
-    found += [(name, None) for name in now if name not in before and any(name in vars(base) for base in bases)]
+    found += [
+        (name, None)
+        for name, x in now.items()
+        if name not in before and any(name in vars(base) for base in bases) and _unwatched(x) is x
+    ]
     return [
         (name, x)
         for name, x in found
         if not name.startswith("_") and (x is None or callable(x) or inspect.isdatadescriptor(x))
     ]
+
+
+def _unwatched(x: Any) -> Any:
+    """What a watch over fresh memory, maybe another thread's, has put a layer around."""
+    return inspect.unwrap(x) if getattr(x, "is_watch", False) else x
 
 
 def _is_wrapped(before: Any, now: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from tilewise import workbench
 from tilewise.verify.bias import biases
 from tilewise.verify.compare import INDENT, mark
-from tilewise.verify.result import FAILURE, NOTE, SKIPPED, WARNING, MutantResult, Report, Result
+from tilewise.verify.result import FAILURE, NOT_JUDGED, NOTE, SKIPPED, WARNING, MutantResult, Report, Result
 from tilewise.verify.suite import Problem, Suite
 from tilewise.workbench.operator import GROWTH
 
@@ -109,6 +109,7 @@ def check_line(result: Result) -> str:
         outcome = ", ".join(result.statuses)
     else:
         nothing = "as in ordinary use" if check.use else "nothing to compare"
+        nothing = NOT_JUDGED if any(finding.status == NOT_JUDGED for finding in result.findings) else nothing
         outcome = f"{worst.name} {share_text(worst.share)} of allowed" if worst else nothing
     name += f"{_cut(str(check.implementation), 30):<20} "
     return name + _cut(outcome, COLUMNS - len(name))

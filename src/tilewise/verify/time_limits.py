@@ -125,7 +125,7 @@ class Budget:
             seconds = cases.find(check.case).time_limit(check.implementation.device)
         if self._hangs[_key(check, mutant)]:
             seconds = min(seconds, LIMIT_AFTER_A_HANG)
-        return seconds * (check.settings.repeat or 1)
+        return seconds * ((check.settings.repeat or 1) + len(check.settings.schedules))
 
     def count(self, result: Result, mutant: str = "") -> None:
         """Note whether it is a hang."""

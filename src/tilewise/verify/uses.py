@@ -35,8 +35,8 @@ class Subject(Protocol):
     def attempt(self, inputs: Tensors, run: Callable[[], Results], guarded: bool = True) -> Attempt:
         """What `run` gives, watched."""
 
-    def reversed(self) -> tuple[Tensors, Incoming | None]:
-        """Other values of the same shapes, offsets too: the batch in reverse order."""
+    def others(self) -> tuple[Tensors, Incoming | None]:
+        """Inputs of the same shapes and other values, offsets too where they can differ."""
 
 
 class Pair(NamedTuple):
@@ -67,7 +67,7 @@ class Ordinary:
 
     def other(self) -> Attempt:
         """The ordinary use of the other values."""
-        self._other = self._other or self.on(*self.subject.reversed())
+        self._other = self._other or self.on(*self.subject.others())
         return self._other
 
     def on(self, inputs: Tensors, incoming: Incoming | None, guarded: bool = True) -> Attempt:
@@ -97,6 +97,9 @@ class Ordinary:
 
         Other kernels may serve another use, and round in another way: of someone else's function that is a warning.
         """
+        if one.expected.findings:
+            # What it is compared with is an ordinary use of other values.
+            return f"{one.what}: {'; '.join(finding.message for finding in one.expected.findings)}", FAILURE
         found = differing(one.expected, one.actual)
         rounding = bool(found) and are_within(one.expected, one.actual, one.allowed or self.allowed)
         if rounding and (one.allowed or not self.repeats):
@@ -193,7 +196,7 @@ def _second_backward(use: Ordinary) -> Iterator[Pair]:
 
 def _two_calls(use: Ordinary) -> Iterator[Pair]:
     subject = use.subject
-    inputs, (others, other_incoming) = subject.inputs(torch.nan), subject.reversed()
+    inputs, (others, other_incoming) = subject.inputs(torch.nan), subject.others()
     leaves, other_leaves = use.leaves(inputs), use.leaves(others)
     second: Results = {}
 
@@ -245,7 +248,7 @@ def _same_memory(use: Ordinary) -> Iterator[Pair]:
     subject = use.subject
     inputs = subject.inputs(torch.nan)
     old = {name: x.clone() for name, x in inputs.items()}
-    others, other_incoming = subject.reversed()
+    others, other_incoming = subject.others()
     use.on(inputs, subject.incoming)
     _overwrite(inputs, others)
     yield Pair("other values in the same memory", use.other(), use.on(inputs, other_incoming))

@@ -138,6 +138,7 @@ def _watched(original: Callable[..., torch.Tensor], unwritten: bool) -> Callable
             return fresh
         return watch.guard(fresh, unwritten)
 
+    allocate.is_watch = True  # type: ignore[attr-defined]
     return allocate
 
 

@@ -1,7 +1,7 @@
-"""Tiles of flash attention's kernels for Hopper, each run on its own problem; they have no interpreter, and need such a
-GPU.
-"""
+"""Tiles of flash attention's kernels for Hopper, each run on its own problem: on such a GPU, or simulated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, get_args
@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 import torch
 
 from tilewise.ops._host import gluon
-from tilewise.ops._host.backend import architecture
+from tilewise.ops._host.backend import architecture, as_if_on, few_sms, interpreting
 from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch
 from tilewise.ops.flash.configs import TINY_KEYS, Family
@@ -33,6 +33,8 @@ if gluon.AVAILABLE:
 
 # Enough that a program processes several key blocks: the third is the first to reuse a slot.
 HEADS = 64
+# Simulated, as many heads on as many SMs.
+SIMULATED_HEADS, SIMULATED_SMS = 4, 2
 SOFTCAP = 5.0
 FAMILIES: tuple[Family, ...] = ("hopper",)
 
@@ -138,15 +140,29 @@ def entries() -> list[Entry]:
 
 def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list[Outcome]:
     """The tensors that this configuration computes; `small` is some whole tiles each way, else 37 tokens more."""
-    if device.type != "cuda" or architecture(device) != ARCHITECTURE:
-        raise UsageError(
-            "these kernels run on compute capability 9.0 alone, such as an H100's, and are not interpreted; --list"
-            " works anywhere"
-        )
     if not gluon.AVAILABLE:
         raise UsageError(f"these kernels are written in Gluon: {gluon.why_off()}")
-    tokens = entry.tokens + (0 if small else 37)
-    lead = (1, tokens, HEADS)
+    with _heads(device) as heads:
+        return _run(entry, small, fill_rule, device, heads)
+
+
+@contextmanager
+def _heads(device: torch.device) -> Iterator[int]:
+    """How many heads; inside, such a GPU is there or simulated."""
+    if device.type == "cuda" and architecture(device) == ARCHITECTURE:
+        yield HEADS
+    elif interpreting():
+        with as_if_on(ARCHITECTURE), few_sms(SIMULATED_SMS):
+            yield SIMULATED_HEADS
+    else:
+        raise UsageError(
+            "these kernels run on compute capability 9.0 alone, such as an H100's, or simulated where there is no GPU;"
+            " --list works anywhere"
+        )
+
+
+def _run(entry: Entry, small: bool, fill_rule: str, device: torch.device, heads: int) -> list[Outcome]:
+    lead = (1, entry.tokens + (0 if small else 37), heads)
     shapes = {
         "q": (*lead, entry.channels),
         "k": (*lead, entry.channels),
@@ -167,7 +183,7 @@ def run(entry: Entry, small: bool, fill_rule: str, device: torch.device) -> list
 
 def _forward(inputs: launch.Inputs, config: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     o = torch.empty_like(inputs.v)
-    lse = torch.empty(1, HEADS, o.shape[1], dtype=torch.float32, device=o.device)
+    lse = torch.empty(1, o.shape[2], o.shape[1], dtype=torch.float32, device=o.device)
     run_all([hopper_launch.forward_launch(inputs, o, lse, config)], o.device)
     return o, lse
 
