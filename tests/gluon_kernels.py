@@ -141,3 +141,96 @@ def odd_kernel(x, HOW: gl.constexpr):
 def tiles(count=1):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count * ROWS, COLUMNS, generator=generator).half()
+
+
+@gluon.jit
+def store_twice(buffer, bar):
+    """Arrives for phase 0, and only then stores what phase 1 tells of."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.arrive(bar.index(0), count=1)
+    buffer.index(0).store(gl.full([128], 7, gl.int32, layout))
+    thread_barrier()
+    mbarrier.arrive(bar.index(0), count=1)
+
+
+@gluon.jit
+def load_after(x, buffer, bar, PHASE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(bar.index(0), 0)
+    if PHASE == 1:
+        mbarrier.wait(bar.index(0), 1)
+    gl.store(x + gl.arange(0, 128, layout), buffer.index(0).load(layout))
+
+
+@gluon.jit
+def phases_kernel(x, PHASE: gl.constexpr):
+    """What another partition stores before its second arrival, read after a wait for that one, or for the first."""
+    buffer = gl.allocate_shared_memory(gl.int32, [1, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar.index(0), count=1)
+    gl.warp_specialize([(load_after, (x, buffer, bar, PHASE)), (store_twice, (buffer, bar))], [1], [24])
+
+
+@gluon.jit
+def added_kernel(x, turn, HOW: gl.constexpr):
+    """CTA 0 writes and releases; the next adds after that; the last does what is asked for."""
+    number = gl.program_id(0)
+    if number == 0:
+        if HOW != "two adders":
+            gl.store(x, 5)
+        else:
+            gl.atomic_add(x, 5, sem="relaxed")
+        gl.atomic_add(turn, 1, sem="relaxed" if HOW == "two adders" else "release")
+    elif number == 1:
+        while gl.atomic_add(turn, 0, sem="acquire") < 1:
+            pass
+        gl.atomic_add(x, 2, sem="relaxed")
+        gl.atomic_add(turn, 1, sem="release")
+    elif HOW == "adds":
+        gl.atomic_add(x, 1, sem="relaxed")
+    else:
+        while gl.atomic_add(turn, 0, sem="acquire") < 2:
+            pass
+        gl.store(x + 1, gl.load(x))
+
+
+@gluon.jit
+def copies_kernel(a, c, turn, x):
+    """A tile is copied to memory; after the wait for the read of shared memory another CTA is told."""
+    tiles, bars = allocate(a, 1)
+    if gl.program_id(0) == 0:
+        mbarrier.expect(bars.index(0), a.block_type.nbytes)
+        tma_load(a, [0, 0], bars.index(0), tiles.index(0))
+        mbarrier.wait(bars.index(0), 0)
+        tma_store(c, [0, 0], tiles.index(0))
+        tma.store_wait(0)
+        gl.atomic_add(turn, 1, sem="release")
+    else:
+        while gl.atomic_add(turn, 0, sem="acquire") < 1:
+            pass
+        gl.store(x + 1, gl.load(x))
+
+
+@gluon.jit
+def loops_kernel(x, HOW: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, 128, layout)
+    if HOW == "falling":
+        for n in range(4):
+            gl.atomic_max(x, -n)
+    elif HOW == "wide":
+        for n in range(3):
+            gl.store(x + n, (n.to(gl.int64) << 33 >> 32).to(gl.int32))
+    elif HOW == "tickets":
+        gl.store(x + 1 + i, gl.atomic_add(x + i * 0, 1), mask=i < 100)
+    elif HOW == "waits":
+        while gl.load(x) == 0:
+            pass
+
+
+@gluon.jit
+def unawaited_kernel(a):
+    """Starts a copy that nothing waits for."""
+    tiles, bars = allocate(a, 1)
+    mbarrier.expect(bars.index(0), a.block_type.nbytes)
+    tma_load(a, [0, 0], bars.index(0), tiles.index(0))

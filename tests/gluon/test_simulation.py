@@ -1,5 +1,7 @@
 """Gluon kernels on CPU tensors: what they compute, under any schedule, and the faults that a GPU hides."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -8,13 +10,18 @@ pytest.importorskip("triton")
 from gluon_kernels import (
     COLUMNS,
     ROWS,
+    added_kernel,
+    copies_kernel,
     descriptor,
+    loops_kernel,
     odd_kernel,
+    phases_kernel,
     product_kernel,
     scale_kernel,
     sum_kernel,
     tiles,
     turns_kernel,
+    unawaited_kernel,
 )
 
 from tilewise import interpreter
@@ -149,3 +156,80 @@ def test_whole_numbers_are_those_of_32_bits():
     odd_kernel[(1,)](x, "overflow")
     # Twice the largest is -2; 7 / -2 is -3, towards 0.
     assert x[0].item() == -5
+
+
+def numbers(count=128):
+    return torch.zeros(count, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_wait_tells_of_its_own_phase_alone(seed):
+    """However far the barrier has come meanwhile."""
+    with interpreter.scheduled(seed):
+        x = numbers()
+        phases_kernel[(1,)](x, 1)
+        assert x.tolist() == [7] * 128
+        assert fault(lambda: phases_kernel[(1,)](numbers(), 0)).kind in ("read too early", "deadlock")
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("adds", "is written and then changed by an atomic"),
+        ("two adders", "is changed by an atomic and then read"),
+        ("reads", ""),
+    ],
+)
+def test_an_atomic_hides_no_write_before_it(how, says, seed):
+    with interpreter.scheduled(seed):
+        x = numbers(2)
+        if says:
+            found = fault(lambda: added_kernel[(3,)](x, numbers(1), how))
+            assert found.kind == "race"
+            assert says in str(found) or "is changed by an atomic and then written" in str(found)
+        else:
+            added_kernel[(3,)](x, numbers(1), how)
+            assert x.tolist() == [7, 7]
+
+
+def test_a_copys_wait_is_for_shared_memory_alone():
+    a, c = tiles(), tiles()
+    assert fault(lambda: copies_kernel[(2,)](descriptor(a), descriptor(c), numbers(1), c.view(-1))).kind == "race"
+
+
+def test_a_copy_that_nothing_waits_for():
+    assert fault(lambda: unawaited_kernel[(1,)](descriptor(tiles()))).kind == "not waited for"
+
+
+def test_a_loop_with_an_end_of_its_own_is_no_deadlock_and_one_without_is():
+    loops_kernel[(1,)](numbers(), "falling")
+    found = fault(lambda: loops_kernel[(1,)](numbers(), "waits"))
+    assert found.kind == "deadlock"
+    assert "spins on a number in global memory, which is 0" in str(found)
+
+
+def test_a_loops_variable_is_a_number_of_the_kernel():
+    x = numbers()
+    loops_kernel[(1,)](x, "wide")
+    assert x[:3].tolist() == [0, 2, 4]
+
+
+def test_atomics_on_one_place_come_one_after_the_other():
+    x = numbers(129)
+    loops_kernel[(1,)](x, "tickets")
+    assert x[0].item() == 128
+    assert sorted(x[1:101].tolist()) == list(range(100))
+
+
+def test_a_launch_refuses_what_it_does_not_know():
+    x, y = torch.randn(8), torch.zeros(8)
+    with pytest.raises(TypeError, match="scale_kernel has no parameter num_warp, and a launch no such option"):
+        scale_kernel[(1,)](x, y, 8, 1.0, BLOCK=8, num_warp=4)
+    assert fault(lambda: scale_kernel[(1,)](x, y, 8, 1.0, BLOCK=8, num_ctas=2)).kind == "not simulated"
+
+
+def test_a_fault_can_be_pickled():
+    found = fault(product, FENCED=False)
+    again = pickle.loads(pickle.dumps(found))
+    assert (str(again), again.kind, again.lines) == (str(found), found.kind, found.lines)

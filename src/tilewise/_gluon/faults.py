@@ -3,7 +3,7 @@
 import linecache
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PACKAGE = str(Path(__file__).parent)
 # Callers that a message names, from the innermost on.
@@ -24,6 +24,10 @@ class Line(NamedTuple):
 Lines = tuple[Line, ...]
 
 
+class Stopped(BaseException):
+    """Ends a thread after a fault elsewhere."""
+
+
 class KernelFaultError(RuntimeError):
     """A kernel that is simulated on the CPU does what is wrong on a GPU, or uses what is not simulated.
 
@@ -33,7 +37,11 @@ class KernelFaultError(RuntimeError):
     def __init__(self, kind: str, message: str, *lines: Lines) -> None:
         super().__init__("\n    ".join((f"{kind}: {message}", *(shown(one) for one in lines if one))))
         self.kind = kind
+        self.message = message
         self.lines = lines
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kind, self.message, *self.lines)
 
 
 def executed() -> Lines:

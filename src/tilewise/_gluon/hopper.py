@@ -11,7 +11,7 @@ from tilewise._gluon.language import one_barrier
 from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
 from tilewise._gluon.shared import Descriptor, Shared
-from tilewise._gluon.values import Tile, plain
+from tilewise._gluon.values import Pending, Tile, plain
 
 # Bits of an operand in registers.
 OPERAND_BITS = 32
@@ -32,7 +32,7 @@ def wait(barrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
         raise KernelFaultError("uninitialised", f"{barrier.name} is waited for before mbarrier.init", executed())
     agent.pause()
     agent.block(lambda: barrier.is_done(phase), lambda: f"waits for phase {phase} of {barrier}", barrier)
-    agent.learn(barrier.clock)
+    agent.learn(barrier.learnt(agent, phase))
 
 
 @synchronises("arrival")
@@ -73,13 +73,14 @@ def async_load(
     agent.pause()
     phase, lines = barrier.done + 1, executed()
     for buffer in result.buffers:
-        buffer.check_write(barrier.number, phase)
+        buffer.check_write(barrier.number, phase, by_engine=True)
         buffer.fenced = buffer.joined = buffer.visible = buffer.flying = True
     result.data.fill_(torch.nan if result.data.is_floating_point() else 0)
     region, inside = desc.window(coord)
     if region is not None:
         desc.memory.read(region, agent, (barrier.number, phase))
     machine = agent.machine
+    agent.cta.loads.append((barrier.number, phase, lines))
 
     def land() -> None:
         if barrier.done + 1 != phase:
@@ -96,44 +97,43 @@ def async_load(
     machine.later(land)
 
 
-def _storing(add: bool) -> Any:
-    def async_store(desc: Descriptor, coord: Any, src: Shared) -> None:
-        """Start to copy a tile to global memory, but for what lies outside of the tensor."""
-        _check_tile(desc, src, "async_store")
-        agent = current()
-        for buffer in src.buffers:
-            problem = buffer.problem_of_read(True)
-            if problem:
-                raise KernelFaultError(*problem[:2], problem[2], executed())
-        region, inside = desc.window(coord)
-        copy = Copy(list(src.buffers))
+def async_store(desc: Descriptor, coord: Any, src: Shared) -> None:
+    """Start to copy a tile to global memory, but for what lies outside of the tensor."""
+    _check_tile(desc, src, "async_store")
+    agent = current()
+    for buffer in src.buffers:
+        problem = buffer.problem_of_read(True)
+        if problem:
+            raise KernelFaultError(*problem[:2], problem[2], executed())
+    region, inside = desc.window(coord)
+    copy = Copy(list(src.buffers))
+    if region is not None:
+        desc.memory.write(region, agent, (copy.number, 1))
+
+    def land() -> None:
+        copy.landed = True
         if region is not None:
-            desc.memory.write(region, agent, (copy.number, 1), atomic=add)
+            region.of(desc.memory.flat).copy_(src.data[inside])
+            agent.machine.changed(desc.memory)
+        agent.machine.changed(agent)
 
-        def land() -> None:
-            copy.landed = True
-            if region is not None:
-                there = region.of(desc.memory.flat)
-                there.copy_(there + src.data[inside] if add else src.data[inside])
-                agent.machine.changed(desc.memory)
-            agent.machine.changed(agent)
-
-        agent.copies.append(copy)
-        agent.machine.later(land)
-
-    return async_store
+    agent.copies.append(copy)
+    agent.machine.later(land)
 
 
 @synchronises("wait for copies")
-def store_wait(pendings: Any = 0) -> None:
-    """Until at most so many of the partition's copies to global memory are still running."""
+def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
+    """Until at most so many of the partition's copies to global memory still read shared memory; or, not `read_only`,
+    have not arrived there.
+    """
     agent = current()
     ending = agent.copies[: max(0, len(agent.copies) - operator.index(pendings))]
     agent.block(lambda: all(copy.landed for copy in ending), lambda: "waits for its copies to global memory", agent)
     agent.copies = agent.copies[len(ending) :]
     for copy in ending:
         copy.end()
-        agent.learn({copy.number: 1})
+        if not read_only:
+            agent.learn({copy.number: 1})
 
 
 def warpgroup_mma(
@@ -157,8 +157,8 @@ def warpgroup_mma(
         result += acc.data
     agent = current()
     agent.products.append(product)
-    tile = Tile(result.to(acc.data.dtype), acc.layout, product=product)
-    return tile if is_async else warpgroup_mma_wait(0, (tile,))
+    tile = Pending(result.to(acc.data.dtype), acc.layout, product=product)
+    return tile if is_async else _awaited(0, (tile,))
 
 
 def _check_product(a: Any, b: Any, acc: Any) -> None:
@@ -181,22 +181,26 @@ def _check_product(a: Any, b: Any, acc: Any) -> None:
             raise KernelFaultError("layouts differ", message, lines)
 
 
-def _no_wait(_num_outstanding: Any = 0, deps: Any = ()) -> Any:
-    return deps[0] if len(deps) == 1 else tuple(deps)
-
-
-@synchronises("wait for products", _no_wait)
-def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
-    """Until at most so many of the partition's products are still running."""
+def _awaited(num_outstanding: Any, deps: Any) -> Any:
     agent = current()
-    if deps is None:
-        raise KernelFaultError("operand", "warpgroup_mma_wait takes deps, the results that it waits for", executed())
     ending = max(0, len(agent.products) - operator.index(num_outstanding))
     for product in agent.products[:ending]:
         product.end()
     agent.products = agent.products[ending:]
+    return _as_tiles(deps)
+
+
+def _as_tiles(deps: Any) -> Any:
     results = tuple(Tile(x.data, x.layout, product=x.product) if isinstance(x, Tile) else x for x in deps)
     return results[0] if len(results) == 1 else results
+
+
+@synchronises("wait for products", lambda _num_outstanding=0, deps=(): _as_tiles(deps))
+def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
+    """Until at most so many of the partition's products are still running; `deps` are the results that may be used."""
+    if deps is None:
+        raise KernelFaultError("operand", "warpgroup_mma_wait takes deps, the results that it waits for", executed())
+    return _awaited(num_outstanding, deps)
 
 
 @synchronises("fence")
@@ -228,9 +232,8 @@ COPIES: dict[str, Any] = {
     "make_tensor_descriptor": make_tensor_descriptor,
     "async_load": async_load,
     "async_copy_global_to_shared": async_load,
-    "async_store": _storing(add=False),
-    "async_copy_shared_to_global": _storing(add=False),
-    "async_add": _storing(add=True),
+    "async_store": async_store,
+    "async_copy_shared_to_global": async_store,
     "store_wait": store_wait,
 }
 HOPPER: dict[str, Any] = {

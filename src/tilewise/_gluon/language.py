@@ -18,6 +18,8 @@ from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, pl
 
 # Of a Hopper SM, that a CTA can have.
 SHARED_BYTES = 227 * 1024
+# Loads of one number, one after the other, after which a loop is taken to wait for another.
+PATIENCE = 50
 
 
 def elementwise(of_tensor: Callable[..., Any], of_number: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,10 +96,14 @@ def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Tile:
 
 
 def _reduction(function: Callable[[torch.Tensor, int | None], torch.Tensor]) -> Callable[..., Any]:
-    def call(x: Any, axis: Any = None, keep_dims: bool = False, **_options: Any) -> Any:
+    def call(x: Any, axis: Any = None, keep_dims: bool = False, dtype: Any = None, **options: Any) -> Any:
+        if any(options.values()):
+            raise KernelFaultError("not simulated", f"a reduction with {', '.join(options)}", executed())
         data, axis = plain(x), None if axis is None else operator.index(axis)
         if not isinstance(data, torch.Tensor):
             return x
+        data = data if dtype is None else data.to(torch_dtype(dtype))
+        axis = axis + data.dim() if axis is not None and axis < 0 else axis
         result = function(data, axis)
         if keep_dims and axis is not None:
             return Tile(result.unsqueeze(axis), x.layout)
@@ -114,39 +120,53 @@ def _total(x: torch.Tensor, axis: int | None) -> torch.Tensor:
     return x.sum(dtype=dtype) if axis is None else x.sum(axis, dtype=dtype)
 
 
-def _largest(x: torch.Tensor, axis: int | None) -> torch.Tensor:
-    # A NaN beside a number does not count.
-    x = x.nan_to_num(-math.inf, math.inf, -math.inf) if x.is_floating_point() else x
-    return x.amax() if axis is None else x.amax(axis)
+def _extreme(x: torch.Tensor, axis: int | None, sign: float) -> torch.Tensor:
+    """The largest, or the smallest: Triton gives 32 bits at least. A NaN beside a number does not count."""
+    x = x if x.element_size() >= 4 else x.float() if x.is_floating_point() else x.int()
+    numbers = x.nan_to_num(-sign * math.inf, math.inf, -math.inf) if x.is_floating_point() else x
+    reduce = torch.amax if sign > 0 else torch.amin
+    found = reduce(numbers) if axis is None else reduce(numbers, axis)
+    if not x.is_floating_point():
+        return found
+    nothing = x.isnan().all() if axis is None else x.isnan().all(axis)
+    return torch.where(nothing, math.nan, found)
 
 
-def _smallest(x: torch.Tensor, axis: int | None) -> torch.Tensor:
-    x = x.nan_to_num(math.inf, math.inf, -math.inf) if x.is_floating_point() else x
-    return x.amin() if axis is None else x.amin(axis)
+def _check_layouts(pointer: Any, *others: Any) -> None:
+    if pointer.shape:
+        values.common_layout((Tile(pointer.offset, pointer.layout), *others))
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, **_options: Any) -> Tile:
     """From global memory. What the mask leaves out is `other`, and anything without one."""
+    agent, memory = current(), pointer.memory
+    _check_layouts(pointer, mask, other)
     offset, wanted, region = pointer.region(mask)
-    memory = pointer.memory
-    memory.read(region, current())
+    if not pointer.shape and wanted is None:
+        # A loop that waits for a number looks again and again.
+        agent.look(memory, int(pointer.offset), PATIENCE)
+    memory.read(region, agent)
     if wanted is None:
         return Tile(memory.flat[offset], pointer.layout)
-    floating = memory.flat.is_floating_point()
-    missing = torch.full((), math.nan if floating else 0x5EAD & 0x7F, dtype=memory.flat.dtype)
+    missing = torch.tensor(_junk(memory.flat.dtype), dtype=memory.flat.dtype)
     if other is not None:
         missing = torch.as_tensor(plain(other)).to(memory.flat.dtype)
     found = memory.flat[torch.where(wanted, offset, 0)] if memory.flat.numel() else missing.broadcast_to(offset.shape)
     return Tile(torch.where(wanted, found, missing), pointer.layout)
 
 
+def _junk(dtype: torch.dtype) -> float:
+    """What nothing has written."""
+    return math.nan if dtype.is_floating_point else 45
+
+
 def store(pointer: Any, value: Any, mask: Any = None, **_options: Any) -> None:
     """To global memory."""
     agent, memory = current(), pointer.memory
+    _check_layouts(pointer, value, mask)
     offset, wanted, region = pointer.region(mask)
-    memory.write(region, agent)
-    if pointer.shape and agent.loose_store is None:
-        agent.loose_store = agent.time
+    # A scalar is stored by the thread that also arrives.
+    memory.write(region, agent, None if pointer.shape else (agent.number, agent.time))
     data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
     memory.flat[region.offsets] = data.reshape(-1) if wanted is None else data[wanted]
     agent.machine.changed(memory)
@@ -163,44 +183,30 @@ def _order(order: str, study: Study | None) -> str:
 
 def _atomic(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def call(pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
+        if scope not in (None, "gpu", "sys"):
+            raise KernelFaultError("not simulated", f"an atomic of scope {scope}", executed())
         agent, memory = current(), pointer.memory
         order = _order(sem or "acq_rel", agent.machine.study)
         agent.pause()
+        _check_layouts(pointer, value, mask)
         offset, wanted, region = pointer.region(mask)
         data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
         data = data.reshape(-1) if wanted is None else data[wanted]
-        old = memory.flat[region.offsets].clone()
-        new = function(old, data)
-        alone = region.size() == 1
-        if alone and torch.equal(new, old):
-            place = (id(memory), int(region.offsets[0]), old.item())
-            if agent.polled == place:
-                # It has looked here before, and nothing has changed since: it spins until something does.
-                agent.block(
-                    lambda: memory.flat[region.offsets[0]].item() != place[2],
-                    lambda: f"spins on a number in global memory, which is {place[2]}",
-                    memory,
-                )
-                old = memory.flat[region.offsets].clone()
-                new = function(old, data)
-            agent.polled = place
-        else:
-            agent.polled = None
+        alone = region.offsets.numel() == 1
+        place = int(region.offsets[0]) if alone else 0
+        if alone:
+            now = memory.flat[region.offsets]
+            if torch.equal(function(now, data), now):
+                agent.look(memory, place, 1)
+            else:
+                agent.polled = None
         if order in ("acquire", "acq_rel") and alone:
-            memory.acquire(int(region.offsets[0]), agent)
-        memory.write(region, agent, atomic=True)
-        # Places may repeat: one after the other.
-        if alone or len(region.offsets.unique()) == region.size():
-            memory.flat[region.offsets] = new
-        else:
-            for place_, one in zip(region.offsets.tolist(), data, strict=True):
-                memory.flat[place_] = function(memory.flat[place_].clone(), one)
+            memory.acquire(place, agent)
+        memory.change(region, agent, None if pointer.shape else (agent.number, agent.time))
+        old = _apply(function, memory.flat, region.offsets, data)
         if order in ("release", "acq_rel") and alone:
-            memory.release(int(region.offsets[0]), agent)
-        elif pointer.shape and agent.loose_store is None:
-            agent.loose_store = agent.time
-        if not torch.equal(new, old):
-            agent.machine.changed(memory)
+            memory.release(place, agent)
+        agent.machine.changed(memory)
         if wanted is None:
             return Tile(old.reshape(offset.shape), pointer.layout)
         result = torch.zeros(offset.shape, dtype=memory.flat.dtype)
@@ -210,17 +216,34 @@ def _atomic(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> C
     return call
 
 
+def _apply(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    flat: torch.Tensor,
+    offsets: torch.Tensor,
+    data: torch.Tensor,
+) -> torch.Tensor:
+    """What was at each place before its own change. Places may repeat: one after the other."""
+    old = flat[offsets].clone()
+    if offsets.numel() < 2 or len(offsets.unique()) == offsets.numel():
+        flat[offsets] = function(old, data)
+        return old
+    for i, place in enumerate(offsets.tolist()):
+        old[i] = flat[place]
+        flat[place] = function(flat[place].clone(), data[i])
+    return old
+
+
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
     """Shared memory of the CTA, until it ends: NaN, or a strange number, until it is written."""
     cta, sizes = current().cta, [operator.index(n) for n in shape]
     lines = executed()
     # A helper's line says little: that of its caller.
     name = f"{lines[1] if len(lines) > 1 else lines[0]}, {sizes}"
-    cta.allocate(math.prod(sizes) * element_ty.primitive_bitwidth // 8)
+    cta.allocate(lines, math.prod(sizes) * element_ty.primitive_bitwidth // 8)
     if isinstance(layout, mbarrier.MBarrierLayout):
         return BarrierArray([Barrier(f"barrier {i} of {name}") for i in range(sizes[0])])
     dtype = torch_dtype(element_ty)
-    data = torch.full(sizes, math.nan if dtype.is_floating_point else 0x5EAD & 0x7F, dtype=dtype)
+    data = torch.full(sizes, _junk(dtype), dtype=dtype)
     buffers = [Buffer(f"buffer {i} of {name}") for i in range(sizes[0])]
     result = Shared(data, buffers, element_ty, layout, split=True)
     if value is not None:
@@ -262,6 +285,8 @@ def thread_barrier(cluster: bool = False) -> None:
 def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None) -> Any:
     """The first function in the warps that are there, each other one in warps of its own."""
     first, *others = functions_and_args
+    # The compiler has all threads meet there.
+    current().meet()
     return current().specialize(first, others, list(worker_num_warps))
 
 
@@ -324,8 +349,8 @@ LANGUAGE: dict[str, Any] = {
     "abs": elementwise(torch.abs, abs),
     "cdiv": lambda x, y: (x + y - 1) // y,
     "sum": _reduction(_total),
-    "max": _reduction(_largest),
-    "min": _reduction(_smallest),
+    "max": _reduction(lambda x, axis: _extreme(x, axis, 1.0)),
+    "min": _reduction(lambda x, axis: _extreme(x, axis, -1.0)),
     "load": load,
     "store": store,
     "atomic_add": _atomic(operator.add),

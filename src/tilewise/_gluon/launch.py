@@ -4,9 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton.backends.nvidia.compiler import CUDAOptions
 
+from tilewise._gluon.faults import KernelFaultError
 from tilewise._gluon.leaving_out import studied
 from tilewise._gluon.machine import Machine
+
+# Of a launch on an NVIDIA GPU.
+OPTIONS = {*CUDAOptions.__dataclass_fields__, "debug", "instrumentation_mode"}
 
 
 def launch(
@@ -18,6 +23,11 @@ def launch(
 ) -> None:
     """Run a launch as `kernel[grid](*positional, **named)` asks for it; what is no parameter is an option."""
     names = [parameter.name for parameter in kernel.params]
+    unknown = [key for key in named if key not in names and key not in OPTIONS]
+    if unknown:
+        raise TypeError(f"{kernel.fn.__name__} has no parameter {', '.join(unknown)}, and a launch no such option")
+    if named.get("num_ctas", 1) != 1:
+        raise KernelFaultError("not simulated", f"clusters of {named['num_ctas']} CTAs")
     if len(positional) > len(names):
         raise TypeError(f"{kernel.fn.__name__} takes {len(names)} arguments: got {len(positional)}")
     given = dict(zip(names, positional, strict=False)) | {key: x for key, x in named.items() if key in names}

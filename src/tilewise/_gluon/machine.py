@@ -12,25 +12,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from tilewise._gluon.faults import KernelFaultError, Lines, executed, shown
+from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, shown
 from tilewise._gluon.language import SHARED_BYTES
 from tilewise._gluon.leaving_out import Study
 from tilewise._gluon.memory import GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
 from tilewise._gluon.shared import Descriptor
-from tilewise._gluon.translate import adopt, translate
+from tilewise._gluon.translate import adopt, refresh, translate
 from tilewise._gluon.values import Pointer, Tile
 
 # CTAs that run at a time: the SMs of an H100.
 SMS = 132
 # With a seed, how often another agent goes on where one may.
 SWITCHING = 0.3
-
-
-class _Stop(BaseException):
-    """Ends a thread after a fault elsewhere."""
+# How often a loop that spins goes round where nobody else can go on, before that is a deadlock.
+MOST_ROUNDS = 1000
 
 
 class Cta:
@@ -40,14 +39,26 @@ class Cta:
         self.index, self.grid = index, grid
         axes = 1 if grid[1:] == (1, 1) else 2 if grid[2] == 1 else 3
         self.name = str(index[0] if axes == 1 else index[:axes])
-        self.shared_bytes = 0
+        self._shared: dict[Lines, int] = {}
+        # Copies into shared memory, by the barrier and the phase that count them; and what its partitions knew at
+        # their ends.
+        self.loads: list[tuple[int, int, Lines]] = []
+        self.known: Clock = {}
 
-    def allocate(self, nbytes: int) -> None:
-        """Take shared memory."""
-        self.shared_bytes += nbytes
-        if self.shared_bytes > SHARED_BYTES:
-            message = f"{self.shared_bytes} bytes are allocated, and an SM of Hopper has {SHARED_BYTES}"
-            raise KernelFaultError("too much shared memory", message, executed())
+    def allocate(self, lines: Lines, nbytes: int) -> None:
+        """Take shared memory, once a statement: in a loop it is the same."""
+        self._shared[lines] = nbytes
+        total = sum(self._shared.values())
+        if total > SHARED_BYTES:
+            message = f"{total} bytes are allocated, and an SM of Hopper has {SHARED_BYTES}"
+            raise KernelFaultError("too much shared memory", message, lines)
+
+    def check_end(self) -> None:
+        """Every copy into shared memory has been waited for."""
+        for barrier, phase, lines in self.loads:
+            if self.known.get(barrier, 0) < phase:
+                message = f"CTA {self.name} ends, and nothing has waited for a copy into its shared memory"
+                raise KernelFaultError("not waited for", message, lines)
 
 
 class Partition(Agent):
@@ -70,7 +81,7 @@ class Partition(Agent):
         self.until: Callable[[], bool] | None = None
         self.why: Callable[[], str] = str
         self.where: Lines = ()
-        self.finished = False
+        self.spins = self.finished = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -80,10 +91,15 @@ class Partition(Agent):
         self.go.acquire()
         try:
             if not self.machine.stopped:
-                with torch.no_grad():
+                # Both are settings of a thread.
+                with torch.no_grad(), np.errstate(all="ignore"):
                     self._call()
                 self._check_end()
-        except _Stop:
+                self.cta.known = {
+                    one: max(self.clock.get(one, 0), self.cta.known.get(one, 0))
+                    for one in {**self.clock, **self.cta.known}
+                }
+        except Stopped:
             pass
         except BaseException as error:
             self.error = error
@@ -101,9 +117,9 @@ class Partition(Agent):
         """After it has finished."""
         self._thread.join()
 
-    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any) -> None:
+    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any, spins: bool = False) -> None:
         if not until():
-            self.until, self.why, self.where = until, why, executed()
+            self.until, self.why, self.where, self.spins = until, why, executed(), spins
             self.machine.wait_for(self, subject)
             self._switch()
 
@@ -116,7 +132,7 @@ class Partition(Agent):
         self.machine.back.release()
         self.go.acquire()
         if self.machine.stopped:
-            raise _Stop
+            raise Stopped
 
     def specialize(self, first: Any, others: Sequence[Any], warps: Sequence[int]) -> Any:
         """Run the first function here, and the others in partitions of their own, to the end of all."""
@@ -146,6 +162,8 @@ class Partition(Agent):
             lambda: all(one.finished for one in started), lambda: "waits for the other partitions' end", self.cta
         )
         for one in started:
+            # All threads have met there: not before, for whoever reads what it has stored meanwhile.
+            one.meet()
             self.learn(one.clock)
         return result
 
@@ -166,6 +184,8 @@ class Machine:
         self._waiting: dict[int, list[Partition]] = {}
         self._flying: deque[Callable[[], None]] = deque()
         self.ready: list[Partition] = []
+        # How often those that spin have been woken for nothing.
+        self._woken = 0
         self.back = threading.Semaphore(0)
         self.stopped = False
 
@@ -179,11 +199,13 @@ class Machine:
 
     def changed(self, subject: Any) -> None:
         """Whoever waits for a change of `subject` looks again."""
-        waiting = self._waiting.pop(id(subject), None)
-        if waiting:
-            self.ready += [one for one in waiting if one.until and one.until()]
-            if still := [one for one in waiting if one.until and not one.until()]:
-                self._waiting[id(subject)] = still
+        self._woken = 0
+        waiting = self._waiting.pop(id(subject), [])
+        still: list[Partition] = []
+        for one in waiting:
+            (self.ready if one.until and one.until() else still).append(one)
+        if still:
+            self._waiting[id(subject)] = still
 
     def wait_for(self, partition: Partition, subject: Any) -> None:
         """It looks again when `subject` changes."""
@@ -210,6 +232,8 @@ class Machine:
         if isinstance(value, torch.Tensor):
             return Pointer(self.memory(value), value.storage_offset())
         if hasattr(value, "block_shape") and hasattr(value, "base"):
+            if getattr(value, "padding", "zero") != "zero":
+                raise KernelFaultError("not simulated", f"a descriptor's padding by {value.padding}")
             start = value.base.storage_offset()
             return Descriptor(
                 self.memory(value.base), start, value.shape, value.strides, value.block_shape, value.layout
@@ -231,6 +255,7 @@ class Machine:
             else self._given(arguments[parameter.name])
             for parameter in kernel.params
         }
+        refresh()
         function = adopt(kernel.fn)
         indices = itertools.product(range(depth), range(height), range(width))
         ctas = deque(Cta((x, y, z), (width, height, depth)) for z, y, x in indices)
@@ -249,7 +274,7 @@ class Machine:
                 partition.join()
 
     def _step(self, running: dict[int, int]) -> None:
-        if not self.ready and not self._flying:
+        if not self.ready and not self._flying and not self._wake_spinners():
             raise self._deadlock()
         lands = not self.ready
         if self._random and self._flying:
@@ -268,7 +293,19 @@ class Machine:
             partition.join()
             if not any(one.cta is partition.cta for one in self._partitions):
                 running.pop(id(partition.cta), None)
+                partition.cta.check_end()
             self.changed(partition.cta)
+
+    def _wake_spinners(self) -> bool:
+        """Let loops that seem to wait go round: they may have an end of their own."""
+        self._woken += 1
+        spinners = [one for waiting in self._waiting.values() for one in waiting if one.spins]
+        if not spinners or self._woken > MOST_ROUNDS:
+            return False
+        for subject, waiting in list(self._waiting.items()):
+            self._waiting[subject] = [one for one in waiting if not one.spins]
+        self.ready += spinners
+        return True
 
     def _deadlock(self) -> KernelFaultError:
         # Often all CTAs wait alike.

@@ -1,13 +1,11 @@
 """Global memory: which accesses to one place have no order between them, and what atomics pass on."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tilewise._gluon.faults import KernelFaultError, Lines, executed
 from tilewise._gluon.order import Agent, Clock
-
-TIME_BITS = 32
 
 
 class Places(NamedTuple):
@@ -19,13 +17,16 @@ class Places(NamedTuple):
         """The elements of a tensor over the storage."""
         return flat[self.offsets]
 
-    def fill(self, flat: torch.Tensor, value: Any) -> None:
+    def fill(self, flat: torch.Tensor, value: int) -> None:
         """Set them."""
         flat[self.offsets] = value
 
-    def size(self) -> int:
-        """How many."""
-        return self.offsets.numel()
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last."""
+        if self.offsets.numel() == 0:
+            return 0, -1
+        least, most = torch.aminmax(self.offsets)
+        return int(least), int(most)
 
 
 class Window(NamedTuple):
@@ -39,24 +40,25 @@ class Window(NamedTuple):
         """The elements of a tensor over the storage, as a view."""
         return flat.as_strided(self.sizes, self.strides, self.start)
 
-    def fill(self, flat: torch.Tensor, value: Any) -> None:
+    def fill(self, flat: torch.Tensor, value: int) -> None:
         """Set them."""
         self.of(flat).fill_(value)
 
-    def size(self) -> int:
-        """How many."""
-        return torch.Size(self.sizes).numel()
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last."""
+        return self.start, self.start + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
 
 
 Region = Places | Window
 
 
 class Access(NamedTuple):
-    """A read of a region, done at that time of an agent or a barrier."""
+    """An access to a region, done at that time of an agent or a barrier."""
 
     agent: int
     time: int
     region: Region
+    bounds: tuple[int, int]
     lines: Lines
 
 
@@ -65,57 +67,69 @@ class GlobalMemory:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-        # Of each element, who wrote it last and when, and whether that was an atomic; 0 is the host.
-        self._stamps: torch.Tensor | None = None
-        self._atomic = torch.zeros(0)
-        self._lines: dict[int, Lines] = {}
+        # Of each element the number of its last write that was no atomic; 0 is the host's.
+        self._last: torch.Tensor | None = None
+        self._writes: list[Access] = []
         self._reads: list[Access] = []
+        self._atomics: list[Access] = []
         self._released: dict[int, Clock] = {}
 
     def read(self, region: Region, agent: Agent, done_by: tuple[int, int] | None = None) -> None:
         """Check a read, which is done at `done_by`, or now."""
-        lines = executed()
-        if self._stamps is not None:
-            self._check(self._stamps, region, agent, lines, "read")
-        number, time = done_by or (agent.number, agent.time)
-        self._reads.append(Access(number, time, region, lines))
+        access = self._access(region, done_by or (agent.number, agent.time))
+        self._check_writes(access, agent, "read")
+        self._check_log(self._atomics, access, agent, "changed by an atomic and then read")
+        self._reads.append(access)
 
-    def write(self, region: Region, agent: Agent, done_by: tuple[int, int] | None = None, atomic: bool = False) -> None:
-        """Check a write, likewise. Atomics need no order among themselves."""
-        lines = executed()
-        if self._stamps is None:
-            self._stamps = torch.zeros(self.flat.numel(), dtype=torch.int64)
-            self._atomic = torch.zeros(self.flat.numel(), dtype=torch.bool)
-        self._check(self._stamps, region, agent, lines, "written", skip_atomics=atomic)
-        for read in self._reads:
-            if not agent.knows(read.agent, read.time) and read.agent != agent.number and self._overlap(region, read):
-                message = "one place in global memory is read and then written, in no order"
-                raise KernelFaultError("race", message, read.lines, lines)
-        number, time = done_by or (agent.number, agent.time)
-        stamp = number << TIME_BITS | time
-        self._lines[stamp] = lines
-        region.fill(self._stamps, stamp)
-        region.fill(self._atomic, atomic)
+    def write(self, region: Region, agent: Agent, done_by: tuple[int, int] | None = None) -> None:
+        """Check a write, likewise."""
+        access = self._access(region, done_by or (agent.stores, agent.store_time))
+        self._check_writes(access, agent, "written")
+        self._check_log(self._atomics, access, agent, "changed by an atomic and then written")
+        self._check_log(self._reads, access, agent, "read and then written")
+        if self._last is None:
+            self._last = torch.zeros(self.flat.numel(), dtype=torch.int32)
+        self._writes.append(access)
+        region.fill(self._last, len(self._writes))
 
-    def _check(
-        self, stamps: torch.Tensor, region: Region, agent: Agent, lines: Lines, what: str, skip_atomics: bool = False
-    ) -> None:
-        found = region.of(stamps)
-        if skip_atomics:
-            found = torch.where(region.of(self._atomic), 0, found)
+    def change(self, region: Region, agent: Agent, done_by: tuple[int, int] | None = None) -> None:
+        """Check atomics, which need no order among themselves."""
+        access = self._access(region, done_by or (agent.stores, agent.store_time))
+        self._check_writes(access, agent, "changed by an atomic")
+        self._check_log(self._reads, access, agent, "read and then changed by an atomic")
+        self._atomics.append(access)
+
+    @staticmethod
+    def _access(region: Region, done_by: tuple[int, int]) -> Access:
+        return Access(*done_by, region, region.bounds(), executed())
+
+    def _check_writes(self, access: Access, agent: Agent, what: str) -> None:
+        if self._last is None:
+            return
+        found = access.region.of(self._last)
         if found.numel() == 0:
             return
         least, most = (int(x) for x in torch.aminmax(found))
-        for stamp in (most,) if least == most else found.unique().tolist():
-            writer, time = stamp >> TIME_BITS, stamp & (1 << TIME_BITS) - 1
-            if stamp and not agent.knows(writer, time):
+        for number in (most,) if least == most else found.unique().tolist():
+            write = self._writes[number - 1]
+            if number and not agent.knows(write.agent, write.time):
                 message = f"one place in global memory is written and then {what}, in no order"
-                raise KernelFaultError("race", message, self._lines[stamp], lines)
+                raise KernelFaultError("race", message, write.lines, access.lines)
 
-    def _overlap(self, region: Region, read: Access) -> bool:
+    def _check_log(self, log: list[Access], access: Access, agent: Agent, what: str) -> None:
+        first, last = access.bounds
+        for other in log:
+            # Its own accesses come one after the other.
+            if other.agent in (agent.number, agent.stores) or agent.knows(other.agent, other.time):
+                continue
+            if other.bounds[0] <= last and first <= other.bounds[1] and self._overlap(access.region, other.region):
+                message = f"one place in global memory is {what}, in no order"
+                raise KernelFaultError("race", message, other.lines, access.lines)
+
+    def _overlap(self, one: Region, other: Region) -> bool:
         marked = torch.zeros(self.flat.numel(), dtype=torch.bool)
-        region.fill(marked, True)
-        return bool(read.region.of(marked).any())
+        one.fill(marked, 1)
+        return bool(other.of(marked).any())
 
     def acquire(self, offset: int, agent: Agent) -> None:
         """Learn what was released at a place."""
@@ -124,7 +138,7 @@ class GlobalMemory:
     def release(self, offset: int, agent: Agent) -> None:
         """Pass on there what the agent knows."""
         clock = self._released.setdefault(offset, {})
-        for known, time in agent.published().items():
+        for known, time in agent.clock.items():
             if clock.get(known, 0) < time:
                 clock[known] = time
         agent.tick()

@@ -10,9 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tilewise._gluon.faults import KernelFaultError, Lines, executed, shown
+from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, shown
 
 Clock = dict[int, int]
+
+
+# Clocks of so many phases of a barrier are kept: nobody waits for one that is longer ago.
+KEPT_PHASES = 16
 
 
 class Stamp(NamedTuple):
@@ -27,6 +31,7 @@ class Scheduler(Protocol):
     """What an agent needs of the machine that it runs on."""
 
     study: Any
+    stopped: bool
 
     def next_number(self) -> int:
         """A number that no other agent has."""
@@ -46,12 +51,13 @@ class Agent:
         self.number = machine.next_number()
         self.clock: Clock = dict(clock)
         self.time = 0
+        # Stores to global memory have a time of their own: one thread arrives for all, and knows of the others' stores
+        # once they have met.
+        self.stores, self.store_time = machine.next_number(), 1
         # Buffers that its threads have stored to, until all of them and the copy engine see it.
         self.stored: list[Buffer] = []
         # Reads by one of its threads that others of its threads may not know of.
         self.loose_reads: list[Read] = []
-        # When its threads first stored to global memory since they last met.
-        self.loose_store: int | None = None
         self.products: list[Product] = []
         self.copies: list[Copy] = []
         self.polled: Any = None
@@ -70,16 +76,7 @@ class Agent:
 
     def knows(self, agent: int, time: float) -> bool:
         """Whether what that agent did then comes before what this one does now."""
-        return self.clock.get(agent, 0) >= time
-
-    def published(self) -> Clock:
-        """What an arrival passes on. One thread arrives: of the others' stores to global memory it knows once they have
-        met.
-        """
-        clock = dict(self.clock)
-        if self.loose_store is not None:
-            clock[self.number] = self.loose_store - 1
-        return clock
+        return agent == self.stores or self.clock.get(agent, 0) >= time
 
     def meet(self) -> None:
         """All its threads have come to one line."""
@@ -89,14 +86,33 @@ class Agent:
         for read in self.loose_reads:
             read.time = self.time
         self.loose_reads = []
-        self.loose_store = None
+        self.clock[self.stores] = self.store_time
+        self.store_time += 1
+
+    def look(self, memory: Any, place: int, patience: int) -> None:
+        """It reads a number, in what may be a loop that waits for another: after so many looks at the same, wait for a
+        change.
+        """
+        number = memory.flat[place].item()
+        seen, times = self.polled or (None, 0)
+        times = times + 1 if seen == (id(memory), place, number) else 0
+        self.polled = (id(memory), place, number), times
+        if times >= patience:
+            self.block(
+                lambda: memory.flat[place].item() != number,
+                lambda: f"spins on a number in global memory, which is {number}",
+                memory,
+                spins=True,
+            )
 
     def pause(self) -> None:
         """A place where another agent may go on."""
         raise NotImplementedError
 
-    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any) -> None:
-        """Go on when `until` holds, which may come true when `subject` changes; `why` says what is waited for."""
+    def block(self, until: Callable[[], bool], why: Callable[[], str], subject: Any, spins: bool = False) -> None:
+        """Go on when `until` holds, which may come true when `subject` changes; `why` says what is waited for. What
+        only seems to wait, in a loop that `spins`, goes on too where nobody else can.
+        """
         raise NotImplementedError
 
 
@@ -105,7 +121,10 @@ _here = threading.local()
 
 def current() -> Any:
     """The agent that runs in this thread."""
-    return _here.agent
+    agent = _here.agent
+    if agent.machine.stopped:
+        raise Stopped
+    return agent
 
 
 def become(agent: Agent) -> None:
@@ -139,6 +158,9 @@ class Buffer:
             return "uninitialised", f"{self.name} is read, and nothing has written it", ()
         if self.flying or not agent.knows(self.write.agent, self.write.time):
             return "read too early", f"{self.name} is read before it is known to be full", self.write.lines
+        if not by_engine and self.write.agent == agent.number and not self.joined:
+            # Between a partition's own stores and loads the compiler puts a barrier.
+            agent.meet()
         if not (self.visible if by_engine else self.joined):
             missing = "fence_async_shared and then a thread barrier" if by_engine else "a thread barrier"
             return "missing fence", f"{self.name} is read without {missing} after its threads' store", self.write.lines
@@ -163,13 +185,16 @@ class Buffer:
         if loose:
             agent.loose_reads.append(read)
 
-    def check_write(self, number: int, time: int) -> None:
+    def check_write(self, number: int, time: int, by_engine: bool = False) -> None:
         """A write from now on, which is done at that time of an agent or a barrier."""
         agent, lines = current(), executed()
         running = [Read(engine.agent, math.inf, engine.lines, engine) for engine in self.running]
         for read in (*self.reads, *running):
-            # Between its own threads' loads and stores the compiler puts the barriers that are needed.
-            if agent.knows(read.agent.number, read.time) or (read.agent is agent and read.engine is None):
+            if agent.knows(read.agent.number, read.time):
+                continue
+            if read.agent is agent and read.engine is None and not by_engine:
+                # As between stores and loads.
+                agent.meet()
                 continue
             message = f"{self.name} is overwritten while it may still be read: the read, then the write"
             fault = KernelFaultError("overwritten", message, read.lines, lines)
@@ -193,19 +218,23 @@ class Barrier:
         self.number = current().machine.next_number()
         self.count: int | None = None
         self.missing = self.bytes = self.done = 0
-        self.clock: Clock = {}
+        # The phase that parities count from.
+        self._first = 0
+        # By how many phases are done, what whoever waited for the last of them knows.
+        self._clocks: dict[int, Clock] = {0: {}}
         self._next: Clock = {}
 
     def init(self, count: int) -> None:
         """Begin with phase 0 of `count` arrivals."""
         self.count = self.missing = count
+        self._first, self.bytes, self._next = self.done, 0, {}
 
     def arrive(self, count: int, nbytes: int = 0) -> None:
         """Count arrivals, and expect bytes."""
         agent = current()
         if self.count is None:
             raise KernelFaultError("uninitialised", f"{self.name} is used before mbarrier.init", executed())
-        for known, time in agent.published().items():
+        for known, time in agent.clock.items():
             if self._next.get(known, 0) < time:
                 self._next[known] = time
         agent.tick()
@@ -221,12 +250,19 @@ class Barrier:
         if self.missing == 0 and self.bytes == 0:
             self.done += 1
             self.missing = self.count or 0
-            self.clock, self._next = self._next | {self.number: self.done}, {}
+            self._clocks[self.done], self._next = self._next | {self.number: self.done}, {}
+            self._clocks.pop(self.done - KEPT_PHASES, None)
             machine.changed(self)
 
-    def is_done(self, phase: int) -> bool:
+    def is_done(self, parity: int) -> bool:
         """Whether a wait for that parity ends."""
-        return self.done & 1 != phase
+        return (self.done - self._first) & 1 != parity
+
+    def learnt(self, agent: Agent, parity: int) -> Clock:
+        """What a wait for that parity tells: of the next phase that fits, however many are done by now."""
+        done = max(agent.clock.get(self.number, 0), self._first)
+        done += (done - self._first) & 1 == parity
+        return self._clocks[max(min(done, self.done), min(self._clocks))]
 
     def __str__(self) -> str:
         return (

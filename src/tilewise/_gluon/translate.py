@@ -4,8 +4,9 @@ ones. No source is changed, so that lines are the kernel's.
 
 import builtins
 import inspect
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
@@ -18,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
+from tilewise._gluon.values import Tile
 
 SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
     (gl, LANGUAGE),
@@ -52,17 +54,37 @@ class _Globals(dict[str, Any]):
     """A function's globals, translated as it uses them."""
 
     def __init__(self, real: dict[str, Any]) -> None:
-        super().__init__(__builtins__=builtins)
+        super().__init__(__builtins__=BUILTINS)
         self._real = real
+        self._seen: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
+        self._seen[name] = self._real[name]
         value = self[name] = translate(self._real[name], name)
         return value
 
+    def refresh(self) -> None:
+        """Forget what has been replaced since."""
+        for name, value in list(self._seen.items()):
+            if self._real.get(name) is not value:
+                del self._seen[name], self[name]
 
+
+def _range(*bounds: Any) -> Iterator[Tile]:
+    """A loop's variable is a number of the kernel, even between constexprs."""
+    return map(Tile, range(*map(operator.index, bounds)))
+
+
+BUILTINS = vars(builtins) | {"range": _range}
 _globals: dict[int, _Globals] = {}
 _functions: dict[Any, Callable[..., Any]] = {}
 _classes: dict[Any, type] = {}
+
+
+def refresh() -> None:
+    """Globals may be others than at the last launch."""
+    for world in list(_globals.values()):
+        world.refresh()
 
 
 def translate(value: Any, name: str = "") -> Any:
@@ -126,6 +148,8 @@ def _aggregate(cls: Any) -> type:
         own = original.__dict__.get("__init__")
         if isinstance(own, JITFunction | InterpretedFunction):
             members["__init__"] = adopt(own.fn)
+        elif type(own).__name__ == "ConstexprFunction":
+            members["__init__"] = own.fn
         else:
             # Written by hand, or by Triton: it sets the fields.
             members["__init__"] = _setting_fields(cls.__name__, names)

@@ -30,7 +30,7 @@ GLUON = {
     dtype: getattr(gl, {"fp": "float", "bf": "bfloat"}.get(name[:2], name[:2]) + name[2:])
     for name, dtype in TORCH.items()
 }
-# By which of two different dtypes both are computed in; of bf16 and fp16, fp32.
+# By which of two different dtypes both are computed in, but for 16 bits.
 RANK = {
     dtype: rank
     for rank, dtype in enumerate(
@@ -70,10 +70,10 @@ def rounded(value: Any, dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return torch.tensor(value, dtype=dtype).item()
     value = int(value)
-    if dtype in INTEGERS:
-        half = 1 << INTEGERS[dtype] - 1
-        return value if -half <= value < half else (value + half) % (2 * half) - half
-    return value & 0xFF
+    if dtype is torch.uint8:
+        return value & 0xFF
+    half = 1 << INTEGERS[dtype] - 1
+    return value if -half <= value < half else (value + half) % (2 * half) - half
 
 
 class Tile:
@@ -151,7 +151,24 @@ class Tile:
         return compute(operator.neg, self)
 
     def __invert__(self) -> "Tile":
-        return compute(lambda x: torch.bitwise_not(x) if isinstance(x, torch.Tensor) else not x, self)
+        return compute(_inverted, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise KernelFaultError("not simulated", f"{name} of a tile", executed())
+
+
+def _inverted(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.bitwise_not(x)
+    return not x if isinstance(x, bool) else ~x
+
+
+class Pending(Tile):
+    """A product's result that warpgroup_mma_wait has not returned yet: of another type in Triton, which refuses it."""
+
+    __slots__ = ()
 
 
 def kind_of(value: Any) -> torch.dtype:
@@ -167,28 +184,35 @@ def plain(x: Any) -> Any:
     """The tensor or number behind a value, which is used by that."""
     if not isinstance(x, Tile):
         return x
+    if isinstance(x, Pending):
+        message = "a product's result is used that is not among the deps of a warpgroup_mma_wait"
+        raise KernelFaultError("used too early", message, x.product.lines if x.product else (), executed())
     if x.product is not None:
         x.product.use()
     return x.data
 
 
-def common_kind(operands: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that operands are computed in; Python numbers among them take that of the others."""
+def common_kind(operands: Sequence[Any], divides: bool = False) -> torch.dtype | None:
+    """The dtype that operands are computed in, by Triton's rules; Python numbers among them take that of the others."""
     kinds = {x.kind for x in operands if isinstance(x, Tile)}
     if not kinds:
         return None
-    if kinds >= {torch.float16, torch.bfloat16} and not kinds & {torch.float32, torch.float64}:
+    if not any(kind.is_floating_point for kind in kinds) and any(isinstance(x, float) for x in operands):
         return torch.float32
-    kind = max(kinds, key=RANK.__getitem__)
-    if not kind.is_floating_point and any(isinstance(x, float) for x in operands):
-        return torch.float32
-    return kind
+    if kinds & {torch.float32, torch.float64}:
+        return max(kinds, key=RANK.__getitem__)
+    halves = kinds & {torch.float16, torch.bfloat16}
+    if halves:
+        # fp16 wins over bf16; bf16 beside whole numbers becomes fp32.
+        alone = torch.float16 in kinds or kinds == {torch.bfloat16}
+        return torch.float32 if divides or not alone else torch.float16 if torch.float16 in kinds else torch.bfloat16
+    return max(kinds, key=RANK.__getitem__)
 
 
 def compute(function: Callable[..., Any], *operands: Any) -> Tile:
     """An element-wise function. Layouts must agree, as the compiler has it."""
     layout = common_layout(operands)
-    kind = common_kind(operands)
+    kind = common_kind(operands, function is _divide)
     values = [
         value.to(kind) if isinstance(value, torch.Tensor) and kind is not None and value.dtype is not kind else value
         for value in map(plain, operands)
@@ -323,6 +347,8 @@ class Pointer:
 
 def expand_dims(x: Any, axis: int) -> Any:
     """A new axis of one element; the layout must be a slice along it."""
+    axis = operator.index(axis)
+    axis += len(x.shape) + 1 if axis < 0 else 0
     if isinstance(x.layout, gl.SliceLayout) and x.layout.dim != axis:
         message = f"expand_dims along axis {axis} of a tile in {x.layout}: the compiler takes slices along that axis"
         raise KernelFaultError("layouts differ", message, executed())
