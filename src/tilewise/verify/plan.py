@@ -137,13 +137,21 @@ def _simulated(
     everything: bool,
     uses: Sequence[str],
 ) -> list[Check]:
-    """Of an operator's kernels for Hopper, simulated: they take 16 bits alone. A case that they do not take says so."""
+    """Of an operator's kernels for Hopper, simulated: they take 16 bits alone.
+
+    Cases that they do not take, which then say so, and other uses, which take long, are for those who ask for this
+    backend alone.
+    """
     suite: Suite = operator.load("suite")
     narrow = [dtype for dtype in dtypes if dtype != "fp32"]
-    # Their other uses take long, and are for those who ask for this backend.
-    if not suite.hopper or not narrow or (uses and os.environ.get("TILEWISE_BACKEND") != HOPPER):
+    asked = os.environ.get("TILEWISE_BACKEND") == HOPPER
+    if not suite.hopper or not narrow or (uses and not asked):
         return []
-    names = chosen or suite.hopper[: None if everything else 1]
+    names = [name for name in chosen if asked or name in suite.hopper]
+    if not chosen:
+        names = list(suite.hopper[: None if everything else 1])
+    if not names:
+        return []
     if uses:
         used = USES if ALL_USES in uses else uses
         return [Check(operator.name, implementation, names[0], narrow[-1], settings, use) for use in used]
