@@ -172,6 +172,14 @@ def phases_kernel(x, PHASE: gl.constexpr):
 
 
 @gluon.jit
+def read_after(x, turn, count):
+    """Wait until others have counted as far, and read what they have left."""
+    while gl.atomic_add(turn, 0, sem="acquire") < count:
+        pass
+    gl.store(x + 1, gl.load(x))
+
+
+@gluon.jit
 def added_kernel(x, turn, HOW: gl.constexpr):
     """CTA 0 writes and releases; the next adds after that; the last does what is asked for."""
     number = gl.program_id(0)
@@ -189,9 +197,7 @@ def added_kernel(x, turn, HOW: gl.constexpr):
     elif HOW == "adds":
         gl.atomic_add(x, 1, sem="relaxed")
     else:
-        while gl.atomic_add(turn, 0, sem="acquire") < 2:
-            pass
-        gl.store(x + 1, gl.load(x))
+        read_after(x, turn, 2)
 
 
 @gluon.jit
@@ -206,9 +212,7 @@ def copies_kernel(a, c, turn, x):
         tma.store_wait(0)
         gl.atomic_add(turn, 1, sem="release")
     else:
-        while gl.atomic_add(turn, 0, sem="acquire") < 1:
-            pass
-        gl.store(x + 1, gl.load(x))
+        read_after(x, turn, 1)
 
 
 @gluon.jit
