@@ -1,8 +1,8 @@
-"""Attention in Gluon for Hopper, forward only, and two mistakes in it that a GPU shows late or never.
+"""Attention in Gluon for Hopper, forward only, and three mistakes in it, two of which a GPU shows late or never.
 
 tilewise verify flash --impl examples/gluon_kernel.py:attention --no-grad --config T=300,H=2,D=64
 
-docs/gluon.md finds both mistakes with it, on a machine without a GPU.
+docs/gluon.md finds all three, on a machine without a GPU.
 """
 
 import torch
@@ -68,19 +68,20 @@ def attend(
         b_p = gl.exp2(b_s - gl.expand_dims(m_new, 1))
         l = l * rescale + gl.sum(b_p, 1)
         m = m_new
-        acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
-        b_p = gl.convert_layout(b_p.to(b_v.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-        running = warpgroup_mma(b_p, b_v, acc, is_async=True)
+        if MISTAKE != "rescale":
+            acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
+        operand = gl.convert_layout(b_p.to(b_v.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        running = warpgroup_mma(operand, b_v, acc, is_async=True)
         if MISTAKE == "early":
             mbarrier.arrive(empty.index(stage), count=1)
         acc = warpgroup_mma_wait(0, deps=(running,))
         if MISTAKE != "early":
             mbarrier.arrive(empty.index(stage), count=1)
-    acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
+    b_o = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
     o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, O_LAYOUT))
     o_d = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
     places = gl.expand_dims(o_m * D, 1) + gl.expand_dims(o_d, 0)
-    gl.store(o + places, acc.to(o.dtype.element_ty), mask=gl.expand_dims(o_m, 1) < n_queries)
+    gl.store(o + places, b_o.to(o.dtype.element_ty), mask=gl.expand_dims(o_m, 1) < n_queries)
 
 
 @gluon.jit
@@ -158,3 +159,10 @@ def waits_for_the_wrong_phase(
 def releases_early(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
     """K and V are released while the product with V may still read them."""
     return _run(q, k, v, scale, "early")
+
+
+def forgets_to_rescale(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """The output so far stays relative to the old maximum of the scores."""
+    return _run(q, k, v, scale, "rescale")

@@ -10,6 +10,7 @@ FOREIGN = ("torch", "triton", "tilewise.ops")
 OWN_PROCESS = "runs in a process of its own, which does nothing else"
 ASKS = "what takes the place of a function asks whose call it is, and passes on those of other threads"
 ALLOWED = {
+    "_assignments.py": "a syntax tree of its own",
     "_gluon/translate.py": "fields of its own classes",
     "_gluon/values.py": "operators of its own class",
     "interpreter.py": "only where a process interprets kernels: tests/test_repair.py",

@@ -12,6 +12,7 @@ from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
 from tilewise._gluon.shared import Descriptor, Shared
 from tilewise._gluon.values import Pending, Tile, plain
+from tilewise._gluon.watching import show_read
 
 # Bits of an operand in registers.
 OPERAND_BITS = 32
@@ -148,11 +149,14 @@ def warpgroup_mma(
 ) -> Any:
     """Start acc + a @ b, in fp32; its result may be used after the wait."""
     _check_product(a, b, acc)
-    buffers = [buffer for x in (a, b) if isinstance(x, Shared) for buffer in x.buffers]
+    shared = [x for x in (a, b) if isinstance(x, Shared)]
+    buffers = [buffer for x in shared for buffer in x.buffers]
     product = Product(list(dict.fromkeys(buffers)), acc.product if use_acc else None)
+    for x in shared:
+        show_read(x)
     # Computed here, though on a GPU somewhere between here and the wait: what changes between the two is a fault.
-    x, y = ((plain(v) if isinstance(v, Tile) else v.data).float() for v in (a, b))
-    result = x @ y
+    left, right = ((plain(v) if isinstance(v, Tile) else v.data).float() for v in (a, b))
+    result = left @ right
     if use_acc:
         result += acc.data
     agent = current()

@@ -9,6 +9,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from tilewise._gluon.faults import KernelFaultError
 from tilewise._gluon.leaving_out import studied
 from tilewise._gluon.machine import Machine
+from tilewise._gluon.watching import watched
 
 # Of a launch on an NVIDIA GPU.
 OPTIONS = {*CUDAOptions.__dataclass_fields__, "debug", "instrumentation_mode"}
@@ -37,4 +38,4 @@ def launch(
         raise TypeError(f"{kernel.fn.__name__} needs {', '.join(missing)}")
     sizes = grid(given) if callable(grid) else grid
     with torch.no_grad():
-        Machine(seed, studied()).launch(kernel, sizes, given, named.get("num_warps", 4))
+        Machine(seed, studied(), watched()).launch(kernel, sizes, given, named.get("num_warps", 4))

@@ -21,8 +21,9 @@ from tilewise._gluon.leaving_out import Study
 from tilewise._gluon.memory import GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
 from tilewise._gluon.shared import Descriptor
-from tilewise._gluon.translate import adopt, refresh, translate
+from tilewise._gluon.translate import add_hooks, adopt, refresh, translate
 from tilewise._gluon.values import Pointer, Tile
+from tilewise._gluon.watching import Watcher
 
 # CTAs that run at a time: the SMs of an H100.
 SMS = 132
@@ -37,6 +38,7 @@ class Cta:
 
     def __init__(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.index, self.grid = index, grid
+        self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         axes = 1 if grid[1:] == (1, 1) else 2 if grid[2] == 1 else 3
         self.name = str(index[0] if axes == 1 else index[:axes])
         self._shared: dict[Lines, int] = {}
@@ -72,10 +74,11 @@ class Partition(Agent):
         call: Callable[[], Any],
         clock: Clock,
         warps: int,
+        index: int = 0,
     ) -> None:
         super().__init__(machine, clock, warps)
         self.machine: Machine = machine
-        self.cta, self.role = cta, role
+        self.cta, self.role, self.index = cta, role, index
         self._call = call
         self.go = threading.Semaphore(0)
         self.until: Callable[[], bool] | None = None
@@ -150,6 +153,7 @@ class Partition(Agent):
                 lambda function=function, arguments=arguments: function(*arguments),  # type: ignore[misc]
                 self.clock,
                 count,
+                i,
             )
             for i, ((function, arguments), count) in enumerate(zip(others, warps, strict=True), 1)
         ]
@@ -175,8 +179,8 @@ def _has_none(arguments: Any) -> bool:
 class Machine:
     """One launch."""
 
-    def __init__(self, seed: int | None = None, study: Study | None = None) -> None:
-        self.study = study
+    def __init__(self, seed: int | None = None, study: Study | None = None, watcher: Watcher | None = None) -> None:
+        self.study, self.watcher = study, watcher
         self._random = None if seed is None else random.Random(seed)
         self._numbers = itertools.count(1)
         self._memories: dict[tuple[int, torch.dtype], GlobalMemory] = {}
@@ -256,6 +260,9 @@ class Machine:
             for parameter in kernel.params
         }
         refresh()
+        if self.watcher:
+            add_hooks()
+            self.watcher.launched(kernel.fn.__name__)
         function = adopt(kernel.fn)
         indices = itertools.product(range(depth), range(height), range(width))
         ctas = deque(Cta((x, y, z), (width, height, depth)) for z, y, x in indices)

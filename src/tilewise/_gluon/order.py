@@ -31,6 +31,7 @@ class Scheduler(Protocol):
     """What an agent needs of the machine that it runs on."""
 
     study: Any
+    watcher: Any
     stopped: bool
 
     def next_number(self) -> int:

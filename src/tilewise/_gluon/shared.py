@@ -11,14 +11,24 @@ from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Region, Window
 from tilewise._gluon.order import Buffer, current
 from tilewise._gluon.values import GLUON, Tile, plain
+from tilewise._gluon.watching import View, show_read
 
 
-class Shared:
+class Shared(View):
     """A view of shared memory: its elements, and the buffers that they lie in: one for each index of the first axis
     where it is `split`.
     """
 
-    def __init__(self, data: torch.Tensor, buffers: list[Buffer], dtype: Any, layout: Any, split: bool) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        buffers: list[Buffer],
+        dtype: Any,
+        layout: Any,
+        split: bool,
+        of: "Shared | None" = None,
+    ) -> None:
+        super().__init__(of)
         self.data, self.buffers, self.dtype, self.layout, self._split = data, buffers, dtype, layout, split
 
     @property
@@ -37,7 +47,8 @@ class Shared:
         return self
 
     def _view(self, data: torch.Tensor, buffers: list[Buffer] | None = None, split: bool = False) -> "Shared":
-        return Shared(data, self.buffers if buffers is None else buffers, self.dtype, self.layout, split)
+        of = self if data.numel() == self.data.numel() else None
+        return Shared(data, self.buffers if buffers is None else buffers, self.dtype, self.layout, split, of)
 
     def index(self, i: Any) -> "Shared":
         """One buffer."""
@@ -73,6 +84,7 @@ class Shared:
         """By the partition's threads."""
         for buffer in self.buffers:
             buffer.check_read()
+        show_read(self)
         return Tile(self.data.clone(), layout)
 
     def store(self, value: Any) -> None:

@@ -16,10 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from tilewise._assignments import HOOK
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
 from tilewise._gluon.values import Tile
+from tilewise._gluon.watching import hook, with_hooks
 
 SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
     (gl, LANGUAGE),
@@ -75,10 +77,20 @@ def _range(*bounds: Any) -> Iterator[Tile]:
     return map(Tile, range(*map(operator.index, bounds)))
 
 
-BUILTINS = vars(builtins) | {"range": _range}
+BUILTINS = vars(builtins) | {"range": _range, HOOK: hook}
 _globals: dict[int, _Globals] = {}
 _functions: dict[Any, Callable[..., Any]] = {}
 _classes: dict[Any, type] = {}
+_hooked = False
+
+
+def add_hooks() -> None:
+    """From now on kernels run with a hook after each assignment, which costs a little where nobody watches."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        for adopted in (_globals, _functions, _classes):
+            adopted.clear()
 
 
 def refresh() -> None:
@@ -126,10 +138,11 @@ def adopt(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function with its own code, in translated globals."""
     if function not in _functions:
         real: Any = function
+        code = with_hooks(real) if _hooked else real.__code__
         world = _globals.setdefault(id(real.__globals__), _Globals(real.__globals__))
         cells = tuple(types.CellType(translate(cell.cell_contents)) for cell in real.__closure__ or ())
         defaults = tuple(map(translate, real.__defaults__ or ()))
-        _functions[function] = adopted = types.FunctionType(real.__code__, world, real.__name__, defaults, cells)
+        _functions[function] = adopted = types.FunctionType(code, world, real.__name__, defaults, cells)
         adopted.__kwdefaults__ = {key: translate(x) for key, x in (real.__kwdefaults__ or {}).items()}
         adopted.__module__ = real.__module__
     return _functions[function]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from tilewise import workbench
+from tilewise._gluon.faults import KernelFaultError
 from tilewise.ops._host.backend import interpreting
 from tilewise.trace import only_rows, warp_rows
 from tilewise.trace.explain import Row, explain, first_divergence, judge
@@ -23,6 +24,8 @@ def run_trace(request: Request) -> tuple[list[str], bool]:
         traces, about = tracing.trace(request)
     except MissingNameError as error:
         raise UsageError(str(error)) from None
+    except KernelFaultError as fault:
+        return [f"✗ {fault}"], False
     pairs: dict[str, tuple[Values, Values]] = {}
     lines: list[str] = []
     agrees = True
@@ -100,8 +103,11 @@ def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     rows = judge(traced, low_precision)
     where = f"{traced.kernel_name}, {traced.place}"
     row = first_divergence(rows, traced.steps, traced.order)
+    if row is None and traced.fault:
+        return [f"✗ {where}: {len(rows)} values agree, until {traced.fault}"], False
     if row is None:
-        return [f"✓ {where}: {len(rows)} values in {traced.steps} steps agree"], True
+        agree = f"{len(rows)} values in {traced.steps} steps agree" if traced.steps else "its result agrees"
+        return [f"✓ {where}: {agree}"], True
     name, step = split_step(row.name)
     value = row.name if step is None else f"{traced.turn} {step}, {name}"
     beyond = row.difference / row.allowed if row.allowed else float("inf")
@@ -117,10 +123,8 @@ def verdict(traced: Traced, low_precision: float) -> tuple[list[str], bool]:
     agreeing = _agreeing(rows, row.name, traced.order)
     if agreeing:
         lines.append(f"    {', '.join(agreeing)} agree{'s' if len(agreeing) == 1 else ''}")
-    return (
-        lines + [f"    {sentence}" for sentence in explain(row, traced)],
-        False,
-    )
+    lines += [f"    {sentence}" for sentence in explain(row, traced)]
+    return [*lines, *([f"    then {traced.fault}"] if traced.fault else [])], False
 
 
 def _agreeing(rows: list[Row], first: str, order: tuple[str, ...]) -> list[str]:

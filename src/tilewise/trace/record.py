@@ -1,5 +1,5 @@
-"""Records every assignment of unmodified Triton kernels in the interpreter, by launch, program and loop step; nested
-helpers included.
+"""Records every assignment of unmodified kernels in the interpreter, by launch, program and loop step; nested helpers
+included. Of kernels in Gluon by partition too.
 
 The interpreter rewrites a kernel's source before it runs it. Here the rewritten source also gets a call after each
 assignment, at the start of each iteration and at the end of each loop; values are only read, never changed.
@@ -8,21 +8,20 @@ assignment, at the start of each iteration and at the end of each loop; values a
 import ast
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tilewise._assignments import END, HOOK, TURN, Recorder
+from tilewise._gluon.faults import KernelFaultError
 from tilewise.interpreter import repair, widen_bf16
-
-# In place of a variable's name: a loop iteration begins, or a loop has ended.
-TURN, END = "(turn)", "(end)"
-_HOOK = "__tilewise_record__"
+from tilewise.ops._host import gluon
 
 
 class Event(NamedTuple):
     """One assignment of one program: the kernel's launch, the function and line that made it, the variable and its
-    value; or a loop marker.
+    value; or a loop marker. In Gluon, the partition of the program, and a variable in shared memory when it is read.
     """
 
     launch: int
@@ -30,6 +29,7 @@ class Event(NamedTuple):
     name: str
     line: int
     value: Any = None
+    partition: int = 0
 
 
 @dataclass
@@ -46,19 +46,44 @@ class Recording:
         """The events of one launch."""
         return [event for event in self.events if event.launch == launch]
 
-    def of_kernel(self, name: str) -> list[Event]:
+    def of_kernel(self, name: str, partition: int = 0) -> list[Event]:
         """The events of the first launch of a kernel."""
-        return self.of_launch(self.kernels.index(name))
+        found = self.of_launch(self.kernels.index(name)) if name in self.kernels else []
+        return [event for event in found if event.partition == partition]
+
+    def sequences(self) -> list[tuple[int, list[Event]]]:
+        """Every launch and its events, by partition."""
+        found: list[tuple[int, list[Event]]] = []
+        for launch in range(len(self.kernels)):
+            events = self.of_launch(launch)
+            partitions = sorted({event.partition for event in events}) or [0]
+            found += [(launch, [event for event in events if event.partition == one]) for one in partitions]
+        return found
+
+    def _wants(self, program: int) -> bool:
+        wanted = self.program if isinstance(self.program, int) else self.program.get(self.kernels[-1])
+        return program == wanted
 
     def hit(self, function: str, name: str, value: Any, line: int) -> None:
         """Called from the rewritten kernels."""
-        if not self.kernels or _program() != (
-            self.program if isinstance(self.program, int) else self.program.get(self.kernels[-1])
-        ):
+        if not self.kernels or not self._wants(_program()):
             return
         plain = None if name in (TURN, END) else _plain(value)
         if plain is not None or name in (TURN, END):
             self.events.append(Event(len(self.kernels) - 1, function, name, line, plain))
+
+    def launched(self, kernel: str) -> None:
+        """A kernel in Gluon is launched."""
+        self.kernels.append(kernel)
+
+    def assigned(self, place: Any, value: Any, agent: Any) -> None:
+        """It assigns, or reads what it has assigned."""
+        if not self._wants(agent.cta.number):
+            return
+        plain = None if place.name in (TURN, END) else _of_tile(value)
+        if plain is not None or place.name in (TURN, END):
+            function, name, line = place
+            self.events.append(Event(len(self.kernels) - 1, function, name, line, plain, agent.index))
 
 
 # Per context: launches of other threads run unchanged.
@@ -79,9 +104,27 @@ def record(program: int | Mapping[str, int] = 0) -> Iterator[Recording]:
     recording = Recording(program)
     token = _active.set(recording)
     try:
-        yield recording
+        with _watching_gluon(recording):
+            yield recording
     finally:
         _active.reset(token)
+
+
+def fault_of(call: Callable[[], Any]) -> KernelFaultError | None:
+    """The fault of a kernel in Gluon that ends a call, if one does."""
+    try:
+        call()
+    except KernelFaultError as fault:
+        return fault
+    return None
+
+
+def _watching_gluon(recording: Recording) -> contextlib.AbstractContextManager[None]:
+    if not gluon.AVAILABLE:
+        return contextlib.nullcontext()
+    from tilewise._gluon.watching import watching
+
+    return watching(recording)
 
 
 def _install() -> None:
@@ -101,13 +144,13 @@ def _install() -> None:
 
         class Rewriter(interpreter.FunctionRewriter):  # type: ignore[misc]
             def _transform_ast(self, source: Any) -> Any:
-                return ast.fix_missing_locations(_Recorder().visit(super()._transform_ast(source)))
+                return ast.fix_missing_locations(Recorder().visit(super()._transform_ast(source)))
 
         def recorded_rewrite(self: Any) -> Any:
             if _active.get() is None:
                 return rewrite(self)
             if self.fn not in rewritten:
-                self.fn.__globals__[_HOOK] = _dispatch
+                self.fn.__globals__[HOOK] = _dispatch
                 rewritten[self.fn] = Rewriter(self.fn, **self.kwargs).rewrite_ast()
             return rewritten[self.fn]
 
@@ -136,6 +179,21 @@ def _program() -> int:
     return int(x + n_x * (y + n_y * z))
 
 
+def _of_tile(value: Any) -> Any:
+    """The same of a value in Gluon: a tile, a view of shared memory, or a number."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, bool | int | float):
+        return np.asarray(value)
+    data = getattr(value, "data", None)
+    if isinstance(data, bool | int | float):
+        return np.asarray(data)
+    if not isinstance(data, torch.Tensor):
+        return None
+    return (data.double() if data.is_floating_point() else data.clone()).numpy()
+
+
 def _plain(value: Any) -> Any:
     """A copy of a tensor's values as a NumPy array, bf16 widened; None for pointers and what is not a number."""
     import numpy as np
@@ -154,55 +212,3 @@ def _plain(value: Any) -> Any:
     data = np.asarray(handle.data)
     data = widen_bf16(data) if handle.dtype.scalar == tl.bfloat16 else data.copy()
     return data if value.type.is_block() else data.reshape(-1)[:1].reshape(())
-
-
-class _Recorder(ast.NodeTransformer):
-    """Adds a call after each assignment of a function, in the order of its statements."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self._function = node.name
-        node.body = self._block(node.body)
-        return node
-
-    def _block(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        result: list[ast.stmt] = []
-        for statement in body:
-            for part in ("body", "orelse"):
-                if getattr(statement, part, None):
-                    setattr(statement, part, self._block(getattr(statement, part)))
-            result.append(statement)
-            if isinstance(statement, ast.For | ast.While):
-                targets = _names(statement.target) if isinstance(statement, ast.For) else []
-                statement.body = [
-                    self._mark(TURN, statement),
-                    *(self._call(name, statement) for name in targets),
-                    *statement.body,
-                ]
-                result.append(self._mark(END, statement))
-            result += [self._call(name, statement) for target in _targets(statement) for name in _names(target)]
-        return result
-
-    def _call(self, name: str, statement: ast.stmt) -> ast.stmt:
-        return self._expression(name, ast.Name(name, ast.Load()), statement)
-
-    def _mark(self, name: str, statement: ast.stmt) -> ast.stmt:
-        return self._expression(name, ast.Constant(None), statement)
-
-    def _expression(self, name: str, value: ast.expr, statement: ast.stmt) -> ast.stmt:
-        arguments: list[ast.expr] = [
-            ast.Constant(self._function),
-            ast.Constant(name),
-            value,
-            ast.Constant(statement.lineno),
-        ]
-        return ast.copy_location(ast.Expr(ast.Call(ast.Name(_HOOK, ast.Load()), arguments, [])), statement)
-
-
-def _targets(statement: ast.stmt) -> list[ast.expr]:
-    if isinstance(statement, ast.Assign):
-        return statement.targets
-    return [statement.target] if isinstance(statement, ast.AugAssign | ast.AnnAssign) else []
-
-
-def _names(target: ast.expr) -> list[str]:
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]

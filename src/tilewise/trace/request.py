@@ -63,7 +63,8 @@ class Traced:
     `order` is that in which the values of a step depend on each other. `at` is the head, first row and number of rows
     of a program that owns a tile of one head's queries; `turn` is what a step is called; `beside` is written out with
     both sides and not judged; `makers` adds to what explain knows. `unjudged` has, by name, the elements that the
-    simulation masks and the kernel does not: it masks later, or elsewhere.
+    simulation masks and the kernel does not: it masks later, or elsewhere. A `fault` has ended the launch: values are
+    those until then.
     """
 
     kernel_name: str
@@ -80,6 +81,7 @@ class Traced:
     beside: Values = field(default_factory=dict)
     makers: Mapping[str, str] = field(default_factory=dict)
     unjudged: Values = field(default_factory=dict)
+    fault: str = ""
 
 
 def arrays(named: Iterable[tuple[str, torch.Tensor]]) -> Values:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewise.trace.record import END, TURN, Event
+from tilewise._assignments import END, TURN
+from tilewise.trace.record import Event
 
 Values = dict[str, np.ndarray]
 # Where each value was computed.
@@ -75,7 +76,9 @@ def named_values(events: Sequence[Event], naming: Naming, required: Sequence[str
         lines[key] = f"line {event.line}, in {event.function}"
 
     for name, candidates in naming.before.items():
-        for event in _assignments(candidates, before, scope)[-1:]:
+        # What a kernel reads from shared memory, it reads in the loop.
+        found = _assignments(candidates, before, scope)[-1:] or _assignments(candidates, steps[0], scope)[:1]
+        for event in found:
             keep(name, name, event)
     for number, step in enumerate(steps):
         for name, candidates in naming.step.items():

@@ -11,7 +11,7 @@ import torch
 from tilewise.ops._device.records import Taps
 from tilewise.ops.flash import configs, launch, simulate
 from tilewise.ops.flash.simulate import Options, Tiling
-from tilewise.trace.record import Recording, record
+from tilewise.trace.record import Recording, fault_of, record
 from tilewise.trace.request import Traced, arrays, split_step
 from tilewise.trace.values import Lines, MissingNameError, Naming, Values, named_values
 
@@ -110,8 +110,13 @@ def trace_forward(
 ) -> Traced:
     """Record what `call` launches, and simulate the recorded program."""
     with record(program) as recording:
-        call()
-    launched, values, lines = _first_with_anchor(recording, naming, required)
+        fault = fault_of(call)
+    try:
+        launched, values, lines = _first_with_anchor(recording, naming, required)
+    except MissingNameError:
+        if fault:
+            raise fault from None
+        raise
     if "Q" not in values:
         raise MissingNameError("the query tile was not found: name its variable with --names Q=...")
     block_m, block_n = values["S_0"].shape
@@ -146,6 +151,7 @@ def trace_forward(
         lines,
         (head, i_m, rows),
         unjudged=unjudged,
+        fault=str(fault or ""),
     )
 
 
@@ -159,9 +165,9 @@ def _masked_elsewhere(kernel: Values, simulation: Values, rows: int) -> Values:
 
 def _first_with_anchor(recording: Recording, naming: Naming, required: tuple[str, ...]) -> tuple[int, Values, Lines]:
     problem: MissingNameError | None = None
-    for launched in range(len(recording.kernels)):
+    for launched, events in recording.sequences():
         try:
-            values, lines = named_values(recording.of_launch(launched), naming, required)
+            values, lines = named_values(events, naming, required)
             return launched, values, lines
         except MissingNameError as error:
             problem = problem or error

@@ -21,7 +21,7 @@ from tilewise.ops.flash.simulate import Options, Tiling
 from tilewise.trace.beside import Tap
 from tilewise.trace.request import HSTU_MASK, Request, Traced, arrays, check_tile, entry_of
 from tilewise.trace.values import Values
-from tilewise.verify.implementation import load_function
+from tilewise.verify.implementation import accepted, load_function
 from tilewise.verify.result import Implementation
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.flash import configs as flash_tiles
@@ -106,7 +106,7 @@ def programs(request: Request, case: Case, config: configs.Config, reference: Re
     else:
         with interpreter.quiet():
             traced = _recorded_forward(request, case, config, program, reference)
-    return [dataclasses.replace(traced, beside=_whole(case, reference, *traced.at)) if traced.at else traced]
+    return [dataclasses.replace(traced, beside=whole(case, reference, *traced.at)) if traced.at else traced]
 
 
 def _recorded_forward(
@@ -129,11 +129,15 @@ def _trace_function(request: Request, case: Case, spec: str, program: int, refer
         workbench.find(request.operator), Implementation(spec, "cpu", external=True)
     )
     names = dict(request.names or {})
-    call = partial(function, case.q, case.k, case.v, **reference.keywords)
+    options = accepted(function, reference.keywords)
+    lacking = [name for name, value in reference.keywords.items() if value and name not in options]
+    if lacking:
+        raise UsageError(f"{spec} has no parameter {', '.join(lacking)}: trace it without")
+    call = partial(function, case.q, case.k, case.v, **options)
     return trace_forward(case, call, program, FORWARD.renamed(names), tuple(names))
 
 
-def _whole(case: Case, reference: Reference, head: int, first: int, rows: int) -> Values:
+def whole(case: Case, reference: Reference, head: int, first: int, rows: int) -> Values:
     """O_full, plain attention of these rows in fp64, and O_ref, the reference's in its own precision."""
     group = case.q.shape[2] // case.k.shape[2]
     q, k, v = (
