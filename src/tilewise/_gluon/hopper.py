@@ -1,6 +1,7 @@
 """What Hopper has: mbarriers, copies by the tensor memory accelerator (TMA), products of warpgroups, fences."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,22 +101,36 @@ def async_load(
 
 def async_store(desc: Descriptor, coord: Any, src: Shared) -> None:
     """Start to copy a tile to global memory, but for what lies outside of the tensor."""
-    _check_tile(desc, src, "async_store")
+    copy_out("async_store", desc, coord, src)
+
+
+def copy_out(
+    what: str,
+    desc: Descriptor,
+    coord: Any,
+    src: Shared,
+    reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Start to copy a tile to global memory; with `reduce`, to what that makes of the numbers there and the tile's,
+    each an atomic.
+    """
+    _check_tile(desc, src, what)
     agent = current()
     for buffer in src.buffers:
         problem = buffer.problem_of_read(True)
         if problem:
             raise KernelFaultError(*problem[:2], problem[2], executed())
     region, inside = desc.window(coord)
-    copy = Copy(list(src.buffers))
+    copy, memory = Copy(list(src.buffers)), desc.memory
     if region is not None:
-        desc.memory.write(region, agent, (copy.number, 1))
+        (memory.change if reduce else memory.write)(region, agent, (copy.number, 1))
 
     def land() -> None:
         copy.landed = True
         if region is not None:
-            region.of(desc.memory.flat).copy_(src.data[inside])
-            agent.machine.changed(desc.memory)
+            there, tile = region.of(memory.flat), src.data[inside]
+            there.copy_(reduce(there, tile) if reduce else tile)
+            agent.machine.changed(memory)
         agent.machine.changed(agent)
 
     agent.copies.append(copy)

@@ -20,6 +20,7 @@ from tilewise._assignments import HOOK
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
+from tilewise._gluon.reductions import REDUCTIONS
 from tilewise._gluon.values import Tile
 from tilewise._gluon.watching import hook, with_hooks
 
@@ -27,7 +28,7 @@ SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
     (gl, LANGUAGE),
     (tl, LANGUAGE),
     (mbarrier, BARRIERS),
-    (tma, COPIES),
+    (tma, COPIES | REDUCTIONS),
     (hopper, HOPPER),
 )
 FUNCTIONS: dict[int, Any] = {
