@@ -74,9 +74,9 @@ def async_load(
     agent, barrier = current(), one_barrier(barrier)
     agent.pause()
     phase, lines = barrier.done + 1, executed()
-    for buffer in result.buffers:
-        buffer.check_write(barrier.number, phase, by_engine=True)
-        buffer.fenced = buffer.joined = buffer.visible = buffer.flying = True
+    writes = [part.check_write(barrier.number, phase, by_engine=True) for part in result.parts]
+    for write in writes:
+        write.flying = True
     result.data.fill_(torch.nan if result.data.is_floating_point() else 0)
     region, inside = desc.window(coord)
     if region is not None:
@@ -88,8 +88,8 @@ def async_load(
         if barrier.done + 1 != phase:
             message = f"a copy lands after the phase of {barrier.name} that should count it: too few bytes are expected"
             raise KernelFaultError("bytes missing", message, lines)
-        for buffer in result.buffers:
-            buffer.flying = False
+        for write in writes:
+            write.flying = False
         result.data.zero_()
         if region is not None:
             result.data[inside] = region.of(desc.memory.flat)
@@ -116,12 +116,12 @@ def copy_out(
     """
     _check_tile(desc, src, what)
     agent = current()
-    for buffer in src.buffers:
-        problem = buffer.problem_of_read(True)
+    for part in src.parts:
+        problem = part.problem_of_read(True)
         if problem:
             raise KernelFaultError(*problem[:2], problem[2], executed())
     region, inside = desc.window(coord)
-    copy, memory = Copy(list(src.buffers)), desc.memory
+    copy, memory = Copy(src.parts), desc.memory
     if region is not None:
         (memory.change if reduce else memory.write)(region, agent, (copy.number, 1))
 
@@ -165,8 +165,7 @@ def warpgroup_mma(
     """Start acc + a @ b, in fp32; its result may be used after the wait."""
     _check_product(a, b, acc)
     shared = [x for x in (a, b) if isinstance(x, Shared)]
-    buffers = [buffer for x in shared for buffer in x.buffers]
-    product = Product(list(dict.fromkeys(buffers)), acc.product if use_acc else None)
+    product = Product([part for x in shared for part in x.parts], acc.product if use_acc else None)
     for x in shared:
         show_read(x)
     # Computed here, though on a GPU somewhere between here and the wait: what changes between the two is a fault.
@@ -225,8 +224,8 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 @synchronises("fence")
 def fence_async_shared(cluster: bool = False) -> None:
     """What threads have stored, the copy engine and products see, once all threads have met."""
-    for buffer in current().stored:
-        buffer.fenced = True
+    for write in current().stored:
+        write.fenced = True
 
 
 BARRIERS: dict[str, Any] = {

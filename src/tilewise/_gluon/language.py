@@ -10,9 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise._gluon import values
+from tilewise._gluon.allocation import Allocation
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.leaving_out import DEPTH, Study, synchronises
-from tilewise._gluon.order import Barrier, Buffer, current
+from tilewise._gluon.order import Barrier, current
 from tilewise._gluon.shared import Shared
 from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, plain, torch_dtype
 
@@ -244,8 +245,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
         return BarrierArray([Barrier(f"barrier {i} of {name}") for i in range(sizes[0])])
     dtype = torch_dtype(element_ty)
     data = torch.full(sizes, _junk(dtype), dtype=dtype)
-    buffers = [Buffer(f"buffer {i} of {name}") for i in range(sizes[0])]
-    result = Shared(data, buffers, element_ty, layout, split=True)
+    result = Shared(data, Allocation(data, layout, name).base, element_ty, layout)
     if value is not None:
         result.store(value)
     return result

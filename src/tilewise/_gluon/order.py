@@ -7,7 +7,7 @@ the next one does not know of is a fault, whichever came first in this schedule.
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, shown
@@ -17,14 +17,6 @@ Clock = dict[int, int]
 
 # Clocks of so many phases of a barrier are kept: nobody waits for one that is longer ago.
 KEPT_PHASES = 16
-
-
-class Stamp(NamedTuple):
-    """A time of an agent, and the lines that it executed then."""
-
-    agent: int
-    time: float
-    lines: Lines
 
 
 class Scheduler(Protocol):
@@ -55,8 +47,8 @@ class Agent:
         # Stores to global memory have a time of their own: one thread arrives for all, and knows of the others' stores
         # once they have met.
         self.stores, self.store_time = machine.next_number(), 1
-        # Buffers that its threads have stored to, until all of them and the copy engine see it.
-        self.stored: list[Buffer] = []
+        # What its threads have stored to shared memory, until all of them and the copy engine see it.
+        self.stored: list[Write] = []
         # Reads by one of its threads that others of its threads may not know of.
         self.loose_reads: list[Read] = []
         self.products: list[Product] = []
@@ -81,9 +73,9 @@ class Agent:
 
     def meet(self) -> None:
         """All its threads have come to one line."""
-        for buffer in self.stored:
-            buffer.joined, buffer.visible = True, buffer.fenced
-        self.stored = [buffer for buffer in self.stored if not buffer.visible]
+        for write in self.stored:
+            write.joined, write.visible = True, write.fenced
+        self.stored = [write for write in self.stored if write.region and not write.visible]
         for read in self.loose_reads:
             read.time = self.time
         self.loose_reads = []
@@ -134,79 +126,116 @@ def become(agent: Agent) -> None:
 
 
 class Read:
-    """A read of shared memory, which a later write must know of."""
+    """A read of a region of shared memory, which a later write there must know of. With an engine it goes on until that
+    one has been waited for.
+    """
 
-    def __init__(self, agent: Agent, time: float, lines: Lines, engine: "Engine | None") -> None:
-        self.agent, self.time, self.lines, self.engine = agent, time, lines, engine
+    def __init__(self, agent: Agent, region: int, lines: Lines, engine: "Engine | None" = None) -> None:
+        self.agent, self.region, self.lines, self.engine = agent, region, lines, engine
+        self.time = math.inf
+        if engine is None:
+            self.end()
+
+    def end(self) -> None:
+        """Threads that read may be ahead of their partition's others until all meet, and so may the warp of which one
+        thread waited for a copy; an arrival comes from that thread. For a product all wait.
+        """
+        if self.agent.warps > 1 if isinstance(self.engine, Copy) else self.engine is None:
+            self.agent.loose_reads.append(self)
+        else:
+            self.time = self.agent.time
+
+    @property
+    def runs(self) -> bool:
+        """Whether its engine has not been waited for."""
+        return self.engine is not None and not self.engine.ended
+
+
+class Write:
+    """A write to shared memory, and the region of it that has not been overwritten."""
+
+    def __init__(self, agent: int, time: float, region: int, lines: Lines, by_engine: bool) -> None:
+        self.agent, self.time, self.region, self.lines = agent, time, region, lines
+        # Of threads' stores: followed by a fence; seen by all threads; seen by the copy engine and by products.
+        self.fenced = self.joined = self.visible = by_engine
+        self.flying = False
 
 
 class Buffer:
-    """A buffer of shared memory, one index of an allocation's first axis: its last write and the reads since."""
+    """A buffer of shared memory: who has written which of its elements last, and the reads since."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.write: Stamp | None = None
+        self.writes: list[Write] = []
         self.reads: list[Read] = []
-        self.running: list[Engine] = []
-        # Of the threads' last store: followed by a fence; seen by all threads; seen by the copy engine and by products.
-        self.fenced = self.joined = self.visible = True
-        self.flying = False
+        # The elements that anything has written, a bit each.
+        self.written = 0
+
+
+class Part(NamedTuple):
+    """A region of a buffer: elements, a bit each."""
+
+    buffer: Buffer
+    region: int
 
     def problem_of_read(self, by_engine: bool) -> tuple[str, str, Lines] | None:
         """What is wrong with a read now: its kind, a sentence, and the lines of the write."""
-        agent = current()
-        if self.write is None:
-            return "uninitialised", f"{self.name} is read, and nothing has written it", ()
-        if self.flying or not agent.knows(self.write.agent, self.write.time):
-            return "read too early", f"{self.name} is read before it is known to be full", self.write.lines
-        if not by_engine and self.write.agent == agent.number and not self.joined:
-            # Between a partition's own stores and loads the compiler puts a barrier.
-            agent.meet()
-        if not (self.visible if by_engine else self.joined):
-            missing = "fence_async_shared and then a thread barrier" if by_engine else "a thread barrier"
-            return "missing fence", f"{self.name} is read without {missing} after its threads' store", self.write.lines
+        agent, name = current(), self.buffer.name
+        if by_engine and self.region & ~self.buffer.written:
+            return "uninitialised", f"{name} is read, and nothing has written it", ()
+        for write in self.buffer.writes:
+            if not write.region & self.region:
+                continue
+            if write.flying or not agent.knows(write.agent, write.time):
+                return "read too early", f"{name} is read before it is known to be full", write.lines
+            if not by_engine and write.agent == agent.number and not write.joined:
+                # Between a partition's own stores and loads the compiler puts a barrier.
+                agent.meet()
+            if not (write.visible if by_engine else write.joined):
+                missing = "fence_async_shared and then a thread barrier" if by_engine else "a thread barrier"
+                return "missing fence", f"{name} is read without {missing} after its threads' store", write.lines
         return None
 
     def check_read(self) -> None:
         """A read by threads. What nothing has written is a strange number: kernels read messages of which one field
         counts.
         """
-        problem = self.problem_of_read(False) if self.write else None
+        problem = self.problem_of_read(False)
         if problem:
             raise KernelFaultError(*problem[:2], problem[2], executed())
-        self.add_read(current(), executed(), None)
+        self.buffer.reads.append(Read(current(), self.region, executed()))
 
-    def add_read(self, agent: Agent, lines: Lines, engine: "Engine | None") -> None:
-        """Threads that read may be ahead of their partition's others until all meet, and so may the warp of which one
-        thread waited for a copy; an arrival comes from that thread. For a product all wait.
-        """
-        loose = agent.warps > 1 if isinstance(engine, Copy) else engine is None
-        read = Read(agent, math.inf if loose else agent.time, lines, engine)
-        self.reads.append(read)
-        if loose:
-            agent.loose_reads.append(read)
-
-    def check_write(self, number: int, time: int, by_engine: bool = False) -> None:
+    def check_write(self, number: int, time: int, by_engine: bool = False) -> Write:
         """A write from now on, which is done at that time of an agent or a barrier."""
-        agent, lines = current(), executed()
-        running = [Read(engine.agent, math.inf, engine.lines, engine) for engine in self.running]
-        for read in (*self.reads, *running):
-            if agent.knows(read.agent.number, read.time):
+        agent, buffer, lines = current(), self.buffer, executed()
+        for read in buffer.reads:
+            if not read.region & self.region or agent.knows(read.agent.number, read.time):
                 continue
             if read.agent is agent and read.engine is None and not by_engine:
                 # As between stores and loads.
                 agent.meet()
                 continue
-            message = f"{self.name} is overwritten while it may still be read: the read, then the write"
+            message = f"{buffer.name} is overwritten while it may still be read: the read, then the write"
             fault = KernelFaultError("overwritten", message, read.lines, lines)
             if not isinstance(read.engine, Product) or read.engine.used:
                 raise fault
             read.engine.fault = fault
-        if self.write and not agent.knows(self.write.agent, self.write.time):
-            raise KernelFaultError(
-                "written twice", f"{self.name} is written twice, in no order", self.write.lines, lines
-            )
-        self.write, self.reads = Stamp(number, time, lines), []
+        for write in buffer.writes:
+            if write.region & self.region and not agent.knows(write.agent, write.time):
+                raise KernelFaultError(
+                    "written twice", f"{buffer.name} is written twice, in no order", write.lines, lines
+                )
+        for write in buffer.writes:
+            write.region &= ~self.region
+        for read in buffer.reads:
+            # One that goes on is not over with its buffer being overwritten.
+            if not read.runs:
+                read.region &= ~self.region
+        buffer.reads = [read for read in buffer.reads if read.region]
+        buffer.writes = [write for write in buffer.writes if write.region]
+        buffer.writes.append(Write(number, time, self.region, lines, by_engine))
+        buffer.written |= self.region
+        return buffer.writes[-1]
 
 
 class Barrier:
@@ -273,28 +302,28 @@ class Barrier:
 
 
 class Engine:
-    """Something asynchronous that reads buffers: a product or a copy to global memory."""
+    """Something asynchronous that reads shared memory: a product or a copy to global memory."""
 
-    def __init__(self, buffers: list[Buffer]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self.agent: Agent = current()
-        self.lines, self.buffers, self.ended = executed(), buffers, False
-        for buffer in buffers:
-            buffer.running.append(self)
+        self.lines, self.ended = executed(), False
+        self._reads = [Read(self.agent, part.region, self.lines, self) for part in parts]
+        for part, read in zip(parts, self._reads, strict=True):
+            part.buffer.reads.append(read)
 
     def end(self) -> None:
         """It has been waited for."""
         if not self.ended:
             self.ended = True
-            for buffer in self.buffers:
-                buffer.running.remove(self)
-                buffer.add_read(self.agent, self.lines, self)
+            for read in self._reads:
+                read.end()
 
 
 class Copy(Engine):
     """A copy from shared to global memory, with the number of whoever writes there."""
 
-    def __init__(self, buffers: list[Buffer]) -> None:
-        super().__init__(buffers)
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(parts)
         self.number, self.landed = self.agent.machine.next_number(), False
 
 
@@ -303,11 +332,11 @@ class Product(Engine):
     wrong with one counts when its result is used.
     """
 
-    def __init__(self, buffers: list[Buffer], before: "Product | None") -> None:
-        super().__init__(buffers)
+    def __init__(self, parts: Sequence[Part], before: "Product | None") -> None:
+        super().__init__(parts)
         self.before, self.used = before, False
         self.fault: KernelFaultError | None = None
-        problem = next(filter(None, (buffer.problem_of_read(True) for buffer in buffers)), None)
+        problem = next(filter(None, (part.problem_of_read(True) for part in parts)), None)
         if problem:
             self.fault = KernelFaultError(*problem[:2], problem[2], self.lines)
 

@@ -7,83 +7,86 @@ from typing import Any
 
 import torch
 
+from tilewise._gluon.allocation import Face
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Region, Window
-from tilewise._gluon.order import Buffer, current
-from tilewise._gluon.values import GLUON, Tile, plain
+from tilewise._gluon.order import Part, current
+from tilewise._gluon.values import GLUON, Tile, plain, torch_dtype
 from tilewise._gluon.watching import View, show_read
 
 
 class Shared(View):
-    """A view of shared memory: its elements, and the buffers that they lie in: one for each index of the first axis
-    where it is `split`.
-    """
+    """A view of shared memory: some of its elements as they were allocated, or as they were reinterpreted."""
 
-    def __init__(
-        self,
-        data: torch.Tensor,
-        buffers: list[Buffer],
-        dtype: Any,
-        layout: Any,
-        split: bool,
-        of: "Shared | None" = None,
-    ) -> None:
+    def __init__(self, data: torch.Tensor, face: Face, dtype: Any, layout: Any, of: "Shared | None" = None) -> None:
         super().__init__(of)
-        self.data, self.buffers, self.dtype, self.layout, self._split = data, buffers, dtype, layout, split
+        self._data, self._face, self.dtype, self.layout = data, face, dtype, layout
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The elements, in memory."""
+        self._face.show()
+        return self._data
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The buffers that the elements lie in, and where."""
+        return self._face.parts(self._data)
 
     @property
     def shape(self) -> list[int]:
         """Sizes."""
-        return list(self.data.shape)
+        return list(self._data.shape)
 
     @property
     def rank(self) -> int:
         """How many axes."""
-        return self.data.dim()
+        return self._data.dim()
 
     @property
     def type(self) -> "Shared":
         """Has dtype, shape and layout."""
         return self
 
-    def _view(self, data: torch.Tensor, buffers: list[Buffer] | None = None, split: bool = False) -> "Shared":
-        of = self if data.numel() == self.data.numel() else None
-        return Shared(data, self.buffers if buffers is None else buffers, self.dtype, self.layout, split, of)
+    def _view(self, data: torch.Tensor) -> "Shared":
+        of = self if data.numel() == self._data.numel() else None
+        return Shared(data, self._face, self.dtype, self.layout, of)
 
     def index(self, i: Any) -> "Shared":
         """One buffer."""
         i = operator.index(i)
-        if not 0 <= i < len(self.data):
-            raise KernelFaultError("out of bounds", f"buffer {i} of {len(self.data)} in shared memory", executed())
-        return self._view(self.data[i], [self.buffers[i]] if self._split else None)
+        if not 0 <= i < len(self._data):
+            raise KernelFaultError("out of bounds", f"buffer {i} of {len(self._data)} in shared memory", executed())
+        return self._view(self._data[i])
 
     def reshape(self, shape: Any) -> "Shared":
         """The same elements in another shape."""
-        sizes = [operator.index(n) for n in shape]
-        return self._view(self.data.view(sizes), split=self._split and sizes[0] == len(self.data))
+        return self._view(self._data.view([operator.index(n) for n in shape]))
 
     def permute(self, order: Any) -> "Shared":
         """Axes in another order."""
-        axes = [operator.index(n) for n in order]
-        return self._view(self.data.permute(*axes), split=self._split and axes[0] == 0)
+        return self._view(self._data.permute([operator.index(n) for n in order]))
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
         """Part of an axis."""
         start, length, dim = operator.index(start), operator.index(length), operator.index(dim)
-        if not 0 <= start <= start + length <= self.data.shape[dim]:
-            message = f"{start} to {start + length} of {self.data.shape[dim]} in shared memory"
+        if not 0 <= start <= start + length <= self._data.shape[dim]:
+            message = f"{start} to {start + length} of {self._data.shape[dim]} in shared memory"
             raise KernelFaultError("out of bounds", message, executed())
-        inside = self._split and dim == 0
-        return self._view(
-            self.data.narrow(dim, start, length),
-            self.buffers[start : start + length] if inside else None,
-            split=self._split,
-        )
+        return self._view(self._data.narrow(dim, start, length))
+
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
+        """The bytes from its first one on as other elements."""
+        data = torch.empty([operator.index(n) for n in shape], dtype=torch_dtype(dtype))
+        face = self._face.reinterpreted(self._data, data, layout)
+        return Shared(data, face, dtype, layout)
+
+    _reinterpret = reinterpret
 
     def load(self, layout: Any = None) -> Tile:
         """By the partition's threads."""
-        for buffer in self.buffers:
-            buffer.check_read()
+        for part in self.parts:
+            part.check_read()
         show_read(self)
         return Tile(self.data.clone(), layout)
 
@@ -93,13 +96,10 @@ class Shared(View):
         if list(data.shape) != self.shape:
             message = f"a tile of {list(data.shape)} is stored to shared memory of {self.shape}"
             raise KernelFaultError("shapes differ", message, executed())
-        if data.dtype is not self.data.dtype:
-            message = f"{data.dtype} is stored to shared memory of {self.data.dtype}"
+        if data.dtype is not self._data.dtype:
+            message = f"{data.dtype} is stored to shared memory of {self._data.dtype}"
             raise KernelFaultError("dtypes differ", message, executed())
-        for buffer in self.buffers:
-            buffer.check_write(agent.number, agent.time)
-            buffer.fenced = buffer.joined = buffer.visible = False
-            agent.stored.append(buffer)
+        agent.stored += [part.check_write(agent.number, agent.time) for part in self.parts]
         self.data.copy_(data)
 
     def _keep_alive(self) -> None:
