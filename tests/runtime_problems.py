@@ -57,6 +57,11 @@ def call_flash(x: Any, fixed: Any, backend: str) -> torch.Tensor:
     return tilewise.flash_attention(*x, causal=True, cu_seqlens_q=cu, backend=backend)
 
 
+def call_flash_with_sinks(x: Any, fixed: Any, backend: str) -> torch.Tensor:
+    *qkv, sinks = x
+    return tilewise.flash_attention(*qkv, causal=True, cu_seqlens_q=fixed[0], sinks=sinks[0], backend=backend)
+
+
 def call_nsa(x: Any, fixed: Any, backend: str) -> torch.Tensor:
     q, k, v, g_cmp, g_slc, g_swa = x
     sizes = {"compress_size": 8, "compress_stride": 4, "block_size": 16, "block_count": BLOCKS, "window_size": 20}
@@ -90,7 +95,8 @@ def call_bsa(x: Any, fixed: Any, backend: str) -> torch.Tensor:
 QKV = ((2, 32),) * 3
 KINDS = {
     "flash": Kind(flash, ((4, 32), (2, 32), (2, 32)), call_flash),
-    "flash-packed": Kind(flash, QKV, call_flash, packed=True, fixed=offsets),
+    # Of the fourth tensor the first token's are the sinks.
+    "flash-packed": Kind(flash, (*QKV, (2,)), call_flash_with_sinks, packed=True, fixed=offsets),
     "nsa": Kind(nsa, ((2, 16), (1, 16), (1, 16), (2,), (2,), (2,)), call_nsa),
     "nsa-steps": Kind(nsa_steps, ((2, 16), *((1, 16),) * 4), call_steps),
     "nsa-attend": Kind(nsa_attend, ((2, 16), (1, 16), (1, 16), (1, 3)), call_attend, fixed=blocks, heads_first=True),
@@ -101,7 +107,9 @@ if ON_HOPPER:
     # Hopper's own kernels take 16 bits and 64 channels or more.
     wide = ((4, 64), (4, 64), (4, 64))
     KINDS["flash-hopper"] = Kind(flash, wide, call_flash, dtype=torch.bfloat16)
-    KINDS["flash-hopper-packed"] = Kind(flash, wide, call_flash, packed=True, dtype=torch.bfloat16, fixed=offsets)
+    KINDS["flash-hopper-packed"] = Kind(
+        flash, (*wide, (4,)), call_flash_with_sinks, packed=True, dtype=torch.bfloat16, fixed=offsets
+    )
 
 
 class Problem(NamedTuple):

@@ -89,7 +89,7 @@ def of_layer(leaves, params, backend):
 
 # By how the name of a file starts, the first that fits; and how many files there are.
 FUNCTIONS = {
-    "flash-": (of_flash, 7),
+    "flash-": (of_flash, 10),
     "nsa-": (of_native, 3),
     "selected-": (of_selected, 1),
     "native-sparse-attend": (of_attend, 2),

@@ -58,11 +58,12 @@ def offsets(device: torch.device, tokens: int) -> torch.Tensor:
     return torch.tensor([0, 9, 9, tokens], device=device)
 
 
-def flash(device, dtype, tokens, *, packed=False, **options):
+def flash(device, dtype, tokens, *, packed=False, sinks=False, **options):
     shape = (tokens, 2, 16) if packed else (2, tokens, 2, 16)
     others = {"cu_seqlens_q": offsets(device, tokens)} if packed else {}
     function = partial(flash_attention, **options, return_lse=True)
-    return Problem(function, randoms(device, dtype, **dict.fromkeys("qkv", shape)), others)
+    shapes = dict.fromkeys("qkv", shape) | ({"sinks": (2,)} if sinks else {})
+    return Problem(function, randoms(device, dtype, **shapes), others)
 
 
 def nsa(device, dtype, tokens, *, packed=False, learned=False):
@@ -100,8 +101,8 @@ def bsa(device, dtype, tokens, *, packed=False):
 
 KINDS = {
     "flash": flash,
-    "flash-window": partial(flash, causal=True, window_size=(9, 0)),
-    "flash-packed": partial(flash, packed=True, causal=True, max_seqlen_q=13),
+    "flash-window": partial(flash, causal=True, window_size=(9, 0), sinks=True),
+    "flash-packed": partial(flash, packed=True, causal=True, max_seqlen_q=13, sinks=True),
     "nsa": nsa,
     "nsa-learned": partial(nsa, learned=True),
     "nsa-packed": partial(nsa, packed=True),
@@ -179,7 +180,7 @@ def test_compile_with_the_default_backend(kind, device):
     assert_compiled_is_the_same(make(kind, device), None)
 
 
-@of("flash", "nsa", "nsa-attend", "hstu", "bsa")
+@of("flash-window", "nsa", "nsa-attend", "hstu", "bsa")
 def test_autocast(place, kind):
     backend, device = place
     problem = make(kind, device)
@@ -284,7 +285,7 @@ def test_double_backward_says_what_to_do(place, kind):
 SOME = {"nsa-learned": ("k", "g_slc", "v_cmp"), "bsa": ("k", "u", "g_slc")}
 
 
-@of("flash", "nsa-learned", "hstu", "bsa")
+@of("flash-window", "nsa-learned", "hstu", "bsa")
 def test_only_the_inputs_that_want_a_gradient_get_one(place, kind):
     backend, device = place
     problem = make(kind, device)

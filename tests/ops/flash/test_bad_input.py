@@ -43,6 +43,20 @@ BAD = {
         "softcap is -1.0: expected a finite number of at least 0",
     ),
     "softcap-text": (qkv() | {"softcap": "2"}, TypeError, "softcap is a str"),
+    "sinks-list": (qkv() | {"sinks": [0.0] * 4}, TypeError, r"sinks is a list: expected a torch.Tensor \[Hq\]"),
+    "sinks-dtype": (qkv() | {"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, "sinks is torch.int32: expected"),
+    "sinks-kv-heads": (
+        qkv() | {"sinks": torch.zeros(2)},
+        ValueError,
+        r"sinks has shape \[2\]: expected \[Hq\], one a query head, here \[4\]",
+    ),
+    "sinks-device": (qkv() | {"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks is on meta and q is on cpu"),
+    "sinks-nan": (
+        qkv() | {"sinks": torch.tensor([0.0, -torch.inf, torch.nan, 0.0])},
+        ValueError,
+        "sinks holds nan for head 2: expected a finite number, or -inf for no sink",
+    ),
+    "sinks-infinite": (qkv() | {"sinks": torch.full((4,), torch.inf)}, ValueError, "sinks holds inf for head 0"),
     "offsets-k-none": (
         packed([0, 8], cu_seqlens_k=torch.tensor([0])),
         ValueError,

@@ -17,7 +17,7 @@ def asked(monkeypatch):
 
     def call_checked(given, options):
         found.append(options[5])
-        return tuple(torch.zeros_like(x) for x in given[2:5])
+        return *(torch.zeros_like(x) for x in given[2:5]), torch.zeros(0)
 
     monkeypatch.setattr(api.cpu, "forward", forward)
     monkeypatch.setattr(api.flash_backward, "call_checked", call_checked)

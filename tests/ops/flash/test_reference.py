@@ -14,6 +14,7 @@ CASES = {
     "causal-window": {"causal": True, "window_size": (2, 4)},
     "softcap": {"softcap": 1.5},
     "negative-scale": {"scale": -0.7, "causal": True},
+    "sinks": {"sinks": (0.5, -torch.inf, -1.0, 2.0), "softcap": 1.5, "scale": -0.7, "causal": True},
 }
 
 
@@ -23,7 +24,7 @@ def inputs(queries=7, keys=9, heads=4, kv_heads=2, channels=3, values=5):
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def brute_force(q, k, v, causal=False, window_size=(-1, -1), scale=None, softcap=0.0):
+def brute_force(q, k, v, causal=False, window_size=(-1, -1), scale=None, softcap=0.0, sinks=None):
     """Straight from the definition, in Python numbers."""
     batch, queries, heads, channels = q.shape
     keys, group = k.shape[1], heads // k.shape[2]
@@ -41,8 +42,8 @@ def brute_force(q, k, v, causal=False, window_size=(-1, -1), scale=None, softcap
                         continue
                     s = scale * sum(q[b, i, h, d].item() * k[b, j, h // group, d].item() for d in range(channels))
                     weights[j] = math.exp(softcap * math.tanh(s / softcap) if softcap else s)
-                total = sum(weights.values())
-                if weights:
+                total = sum(weights.values()) + (math.exp(sinks[h]) if sinks is not None else 0.0)
+                if total:
                     lse[b, h, i] = math.log(total)
                 for j, weight in weights.items():
                     o[b, i, h] += weight / total * v[b, j, h // group]
@@ -53,6 +54,7 @@ def brute_force(q, k, v, causal=False, window_size=(-1, -1), scale=None, softcap
 @pytest.mark.parametrize("keys", [9, 4], ids=["more-keys", "rows-that-see-nothing"])
 def test_brute_force(options, keys):
     q, k, v = inputs(keys=keys)
+    options = options | ({"sinks": torch.tensor(options["sinks"])} if "sinks" in options else {})
     for actual, expected in zip(flash_attention(q, k, v, **options), brute_force(q, k, v, **options), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -61,12 +63,13 @@ def test_brute_force(options, keys):
 @pytest.mark.parametrize("keys", [5, 2], ids=["more-keys", "rows-that-see-nothing"])
 def test_gradcheck(options, keys):
     q, k, v = (x.requires_grad_() for x in inputs(queries=4, keys=keys, heads=2, kv_heads=1))
+    sinks = options.get("sinks") and torch.tensor(options["sinks"][2:], dtype=torch.float64, requires_grad=True)
 
-    def finite(*tensors):
-        o, lse = flash_attention(*tensors, **options)
+    def finite(q, k, v, sinks):
+        o, lse = flash_attention(q, k, v, **options | {"sinks": sinks})
         return o, lse[lse.isfinite()]
 
-    assert torch.autograd.gradcheck(finite, (q, k, v))
+    assert torch.autograd.gradcheck(finite, (q, k, v, sinks))
 
 
 def test_packed_is_each_sequence_alone():

@@ -194,6 +194,15 @@ class SiluScales(NamedTuple):
     factor_s: Any
 
 
+class Sinks(NamedTuple):
+    """One sink a query head, and where the backward writes what each of its programs' rows add to their gradient; None
+    without sinks.
+    """
+
+    x: Any
+    parts: Any
+
+
 class RowStats(NamedTuple):
     """What a softmax's backward needs of each query row: see `delta`."""
 

@@ -7,6 +7,7 @@ With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted fro
 part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
 
 Softmax is computed online and in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a probability.
+A sink is one more score of every row of its head, with no value; it takes part once, after all keys.
 SiLU attention's weights are `p = gain · s · sigmoid(alpha · s)` of a score s; a gain of None is 1.
 """
 
@@ -204,13 +205,37 @@ def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
-def softmax_finish(acc, m, l):
-    """Output and natural LSE from the final sums: 0 and -inf for a row that saw nothing."""
+def add_sink(m, l, sinks, i_h):
+    """Head `i_h`'s sink added to the final sums: the maximum, the sum, and the factor of what was summed before.
+
+    The maximum is natural from here on, so that a row that sees no key has the sink itself as its LSE.
+    """
+    b_sink = tl.load(sinks + i_h).to(tl.float32)
+    m = m * 0.6931471805599453
+    m_new = tl.maximum(m, b_sink)
+    # -inf where a row sees no key and there is no sink: shift it by 0 instead, so that its sum stays 0.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    rescale = tl.exp2((m - shift) * 1.4426950408889634)
+    l = l * rescale + tl.exp2((b_sink - shift) * 1.4426950408889634)
+    return m_new, l, rescale
+
+
+@triton.jit
+def softmax_finish(acc, m, l, sinks=None, i_h=0):
+    """Output and natural LSE from the final sums, and head `i_h`'s sink where there are sinks: 0 and -inf for a row
+    that saw nothing.
+    """
+    if sinks is not None:
+        m, l, rescale = add_sink(m, l, sinks, i_h)
+        acc = acc * rescale[:, None]
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = tl.where(seen, l, 1.0)
     b_o = acc / l[:, None]
-    b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+    if sinks is None:
+        b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+    else:
+        b_lse = tl.where(seen, m + tl.log2(l) * 0.6931471805599453, float("-inf"))
     return b_o, b_lse
 
 
@@ -228,11 +253,10 @@ def row_gradients(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """delta = rowsum(o · do) - dlse, and the LSE in base 2, for rows `i_m .. i_m + BLOCK_M`; where these are in
-    `[..., H, T]`, and which exist.
+    """delta = rowsum(o · do) - dlse, and the LSE, for rows `i_m .. i_m + BLOCK_M`; where these are in `[..., H, T]`,
+    and which exist.
 
-    Rows that saw nothing, or lie past the end, have an LSE of +inf, so that their probabilities are 0; past the end
-    delta is 0.
+    Past the end the LSE is -inf, as where a row saw nothing, and delta is 0.
     """
     b_o = load_rows(o_rows, i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
     b_do = load_rows(do_rows, i_m, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
@@ -249,8 +273,23 @@ def row_gradients(
             + o_t * dlse_strides.token
         )
         b_delta -= tl.load(p_dlse, mask=o_m < o_rows.n_rows, other=0.0)
-    b_lse_log2 = tl.where(b_lse != float("-inf"), b_lse * 1.4426950408889634, float("inf"))
-    return b_delta, b_lse_log2, o_row, o_m < o_rows.n_rows
+    return b_delta, b_lse, o_row, o_m < o_rows.n_rows
+
+
+@triton.jit
+def lse_in_base_2(b_lse):
+    """The LSE in base 2; +inf for a row that saw nothing, so that its probabilities are 0."""
+    return tl.where(b_lse != float("-inf"), b_lse * 1.4426950408889634, float("inf"))
+
+
+@triton.jit
+def sink_gradient(sinks, i_h, b_delta, b_lse):
+    """What rows add to the gradient of head `i_h`'s sink, whose probability in a row is exp(sink - LSE) and whose value
+    is 0: minus the sum of probability times delta.
+    """
+    b_sink = tl.load(sinks + i_h).to(tl.float32)
+    b_p = tl.where(b_lse != float("-inf"), tl.exp2((b_sink - b_lse) * 1.4426950408889634), 0.0)
+    return -tl.sum(b_p * b_delta, 0)
 
 
 @triton.jit

@@ -149,6 +149,27 @@ def check_indices_tensor(
     check_place(x, name, device, shape, axes, name_q)
 
 
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor, backend: str) -> None:
+    """One sink a query head, in any dtype that is computed with."""
+    if not isinstance(sinks, TENSORS):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: expected a torch.Tensor [Hq]")
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks is {sinks.dtype}: expected float16, bfloat16 or float32")
+    if backend != "reference":
+        check_not_fp64(sinks, "sinks", backend)
+    check_place(sinks, "sinks", q.device, (plain(q.shape[-2]),), "[Hq], one a query head")
+
+
+def check_sink_values(sinks: torch.Tensor) -> None:
+    """Finite, or -inf where a head has none."""
+    if not values_are_checked(sinks):
+        return
+    bad = sinks.isnan() | (sinks == math.inf)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise ValueError(f"sinks holds {float(sinks[at])} for head {at}: expected a finite number, or -inf for no sink")
+
+
 def check_place(
     x: torch.Tensor, name: str, device: torch.device, shape: tuple[int, ...], axes: str, name_q: str = "q"
 ) -> None:

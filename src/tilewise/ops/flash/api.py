@@ -27,6 +27,7 @@ def flash_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
@@ -49,6 +50,8 @@ def flash_attention(
         cu_seqlens_k: the same for keys, by default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: accepted as other packages want them; the kernels need neither. Checked where values
             are checked.
+        sinks: one more score for each query head, `[Hq]`, fp16, bf16 or fp32: it takes part in every row's softmax and
+            in the LSE, and has no value. It is neither scaled nor capped nor masked; -inf means none. Differentiable.
         return_lse: also return the LSE.
         deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one
             gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.
@@ -58,15 +61,15 @@ def flash_attention(
     Returns:
         The output `[B, Tq, Hq, Dv]` (or `[Nq, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the
         sum of exponentials, fp32 `[B, Hq, Tq]` (or `[Hq, Nq]`), differentiable too. A row that sees no key gives 0 and
-        -inf, and gradients of 0.
+        -inf, and gradients of 0; with a sink its LSE is the sink.
 
-    Values in offsets are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
+    Values in offsets and sinks are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
     synchronisation).
     """
     if not deterministic:
         # Decided here, at the forward, and part of what a remembered problem is found by.
         deterministic = torch.are_deterministic_algorithms_enabled()
-    given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k
+    given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     options: tuple[Any, ...] = causal, window_size, scale, softcap, max_seqlen_q, max_seqlen_k, deterministic, backend
     made = flash_forward.call(given, options, _prepare)
     o, lse = _by_reference(*given, *options) if made is None else made
@@ -79,6 +82,7 @@ def _prepare(
     v: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     causal: bool,
     window_size: tuple[int, int],
     scale: float | None,
@@ -89,7 +93,7 @@ def _prepare(
     backend: str | None,
 ) -> tuple[Any, ...] | None:
     """The arguments of `flash_forward`, checked; None where the reference is to compute."""
-    backend = _check(q, k, v, window_size, softcap, cu_q, cu_k, max_q, max_k, backend)
+    backend = _check(q, k, v, window_size, softcap, cu_q, cu_k, sinks, max_q, max_k, backend)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:
@@ -106,6 +110,7 @@ def _prepare(
         v,
         cu_q,
         cu_k,
+        None if sinks is None else sinks.contiguous(),
         max_q,
         max_k,
         causal,
@@ -124,6 +129,7 @@ def _by_reference(
     v: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     causal: bool,
     window_size: tuple[int, int],
     scale: float | None,
@@ -133,7 +139,7 @@ def _by_reference(
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cu_k = cu_q if cu_k is None else cu_k
-    _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
+    _check_values(q, k, cu_q, cu_k, sinks, max_q, max_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = window_size
     return reference.flash_attention(
@@ -146,6 +152,7 @@ def _by_reference(
         softcap=softcap,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
+        sinks=sinks,
     )
 
 
@@ -157,6 +164,7 @@ def _check(
     softcap: float,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     backend: str | None,
@@ -173,6 +181,8 @@ def _check(
     backend = resolve_backend(backend, q.device)
     if backend != "reference":
         checks.check_not_fp64(q, "q", backend)
+    if sinks is not None:
+        checks.check_sinks(sinks, q, backend)
     if cu_seqlens_k is not None and cu_seqlens_q is None:
         raise ValueError(
             "cu_seqlens_k is given without cu_seqlens_q: give both, or neither for dense [B, T, H, D] tensors"
@@ -188,17 +198,20 @@ def _check(
     return backend
 
 
-def _check_offsets(
+def _check_values(
     q: torch.Tensor,
     k: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     max_q: int | None,
     max_k: int | None,
 ) -> None:
     if cu_q is not None and cu_k is not None:
         checks.check_offset_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
         checks.check_offset_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
+    if sinks is not None:
+        checks.check_sink_values(sinks)
 
 
 def _run_forward(
@@ -207,6 +220,7 @@ def _run_forward(
     v: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     max_q: int | None,
     max_k: int | None,
     causal: bool,
@@ -217,10 +231,10 @@ def _run_forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_offsets(q, k, cu_q, cu_k, max_q, max_k)
+    _check_values(q, k, cu_q, cu_k, sinks, max_q, max_k)
     if backend == "cpu":
-        return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap))
-    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap))
+        return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap, sinks))
+    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap, sinks))
 
 
 def _plan_forward(
@@ -229,11 +243,12 @@ def _plan_forward(
     v: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     max_q: int | None,
     max_k: int | None,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch.plan_forward(launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5]))
+    return launch.plan_forward(launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])._replace(sinks=sinks))
 
 
 def _plan_backward(
@@ -246,10 +261,16 @@ def _plan_backward(
     lse: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])
-    return launch.plan_backward(inputs, o, lse, do, dlse, deterministic=options[5])
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])._replace(sinks=sinks)
+    return _four(q, launch.plan_backward(inputs, o, lse, do, dlse, deterministic=options[5]))
+
+
+def _four(q: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """As the schema has them: an empty one of sinks where there are none."""
+    return gradients if len(gradients) == 4 else (*gradients, q.new_empty((0,)))
 
 
 def _run_backward(
@@ -262,6 +283,7 @@ def _run_backward(
     lse: torch.Tensor,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     causal: bool,
     left: int,
     right: int,
@@ -273,11 +295,10 @@ def _run_backward(
     if backend == "cpu":
         # The forward runs with autocast off; a backward may be called inside it.
         with torch.autocast("cpu", enabled=False):
-            return cpu.backward(
-                q, k, v, o, lse, do, dlse, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap)
-            )
-    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap)
-    return launch.backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic)
+            options = cpu.Options(causal, (left, right), scale, softcap, sinks)
+            return _four(q, cpu.backward(q, k, v, o, lse, do, dlse, cu_q, cu_k, options))
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap, sinks)
+    return _four(q, launch.backward(inputs, o, lse, do, dlse, None, None, (None, None), deterministic))
 
 
 def _fake_forward(
@@ -288,26 +309,36 @@ def _fake_forward(
 
 
 def _fake_backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *_options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return _four(q, tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_q, cu_k, _, _ = inputs[:7]
-    ctx.options = inputs[7:]
+    q, k, v, cu_q, cu_k, sinks = inputs[:6]
+    # Not the lengths, which a backward need not check again.
+    ctx.options = inputs[8:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
+    q, k, v, o, lse, cu_q, cu_k, sinks = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    return (
-        *flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options),
-        *(None,) * (4 + len(ctx.options)),
-    )
+    dq, dk, dv, dsinks = flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k, sinks), ctx.options)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.options))
 
 
 _OPTIONS = (
@@ -315,14 +346,14 @@ _OPTIONS = (
 )
 flash_backward = register(
     "flash_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? cu_q, Tensor?"
-    f" cu_k, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" cu_k, Tensor? sinks, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _run_backward,
     _fake_backward,
     plan=_plan_backward,
 )
 flash_forward = register(
-    f"flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, {_OPTIONS})"
-    " -> (Tensor o, Tensor lse)",
+    "flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, Tensor? sinks, SymInt? max_q, SymInt?"
+    f" max_k, {_OPTIONS}) -> (Tensor o, Tensor lse)",
     _run_forward,
     _fake_forward,
     _differentiate,

@@ -16,12 +16,13 @@ _STATE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 @dataclass(frozen=True)
 class Options:
-    """A call's options besides the tensors; window limits as in the public call."""
+    """A call's options besides the tensors; window limits as in the public call. Sinks are [Hq]."""
 
     causal: bool
     window: tuple[int, int]
     scale: float
     softcap: float
+    sinks: torch.Tensor | None = None
 
 
 def _sequences(
@@ -37,11 +38,11 @@ def _sequences(
 
 
 def _fusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether torch's fused kernel computes the same: it has no window, softcap, bottom-right mask or second width, and
-    needs scale > 0.
+    """Whether torch's fused kernel computes the same: it has no window, softcap, sinks, bottom-right mask or second
+    width, and needs scale > 0.
     """
     square = q.shape[-3] == k.shape[-3] or not options.causal
-    plain = options.window == (-1, -1) and options.softcap == 0 and options.scale > 0
+    plain = options.window == (-1, -1) and options.softcap == 0 and options.scale > 0 and options.sinks is None
     return plain and square and q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
 
 
@@ -143,11 +144,14 @@ def _query_tiles(queries: int) -> Iterator[slice]:
 def _forward_sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, options: Options
 ) -> None:
-    """Fill o [Tq, Hq, Dv] and lse [Hq, Tq] of one sequence by online softmax."""
+    """Fill o [Tq, Hq, Dv] and lse [Hq, Tq] of one sequence by online softmax, which a sink begins."""
     kv_heads = k.shape[1]
     for rows in _query_tiles(q.shape[0]):
         shape = (kv_heads, q.shape[1] // kv_heads, rows.stop - rows.start)
-        m, l = torch.full(shape, -torch.inf, **_STATE), torch.zeros(shape, **_STATE)
+        m = torch.full(shape, -torch.inf, **_STATE)
+        if options.sinks is not None:
+            m = options.sinks.float().unflatten(0, (kv_heads, -1))[..., None].expand(shape)
+        l = (m != -torch.inf).float()
         acc = torch.zeros(*shape, v.shape[-1], **_STATE)
         for tile in _tiles(q, k, rows, options):
             m_new = torch.maximum(m, tile.scores.amax(-1))
@@ -200,6 +204,16 @@ def _backward_sequence(
     dv.copy_(acc_dv.transpose(0, 1))
 
 
+def _sink_gradient(
+    sinks: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """A sink's value is 0, so its score's gradient in a row is its probability times minus delta; summed over rows."""
+    delta = (o.float() * do.float()).sum(-1).transpose(-1, -2)
+    delta = delta if dlse is None else delta - dlse
+    p = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(p * delta).transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -235,7 +249,7 @@ def backward(
     cu_k: torch.Tensor | None,
     options: Options,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv in the inputs' dtype and contiguous."""
+    """dq, dk and dv, and dsinks where there are sinks, in the inputs' dtypes and contiguous."""
     if cu_q is None and dlse is None and _fusable(q, k, v, options):
         return tuple(x.contiguous() for x in _fused_backward(q, k, v, o, lse, do, options))
     gradients = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, k, v))
@@ -249,4 +263,6 @@ def backward(
                 grad.copy_(value)
         else:
             _backward_sequence(*part, o[at_q], lse_part, do[at_q], dlse_part, out, options)
+    if options.sinks is not None:
+        return *gradients, _sink_gradient(options.sinks, o, lse, do, dlse)
     return gradients

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.ops._device.records import Heads, Offsets, RowStats, Scales, Strided, Taps, Tile
+from tilewise.ops._device.records import Heads, Offsets, RowStats, Scales, Sinks, Strided, Taps, Tile
 from tilewise.ops._host import backend, gluon
 from tilewise.ops._host.launching import (
     Launch,
@@ -32,6 +32,7 @@ from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import Direction
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
+from tilewise.ops.flash.sinks import add_parts, make_parts
 
 if gluon.AVAILABLE:
     from tilewise.ops.flash.hopper import launch as hopper_launch
@@ -139,6 +140,7 @@ def forward_launch(
     # The kernel's scale must be positive, so that it can take the row maximum first: the sign (or 0) goes into q.
     sign = 1 if inputs.softcap or inputs.scale > 0 else -1 if inputs.scale < 0 else 0
     arguments = _arguments(inputs, config) | {
+        "sinks": inputs.sinks,
         "o": strided(o),
         "lse": lse,
         "n_tiles": n_tiles,
@@ -204,8 +206,11 @@ def prepare_launch(
     dlse: torch.Tensor | None,
     delta: torch.Tensor,
     lse_log2: torch.Tensor,
+    parts: torch.Tensor | None = None,
 ) -> Launch:
-    """Fills delta and lse_log2, which every kernel of a backward reads."""
+    """Fills delta and lse_log2, which every kernel of a backward reads, and the `parts` of dsinks where there are
+    sinks.
+    """
     n_tiles = tile_slots(inputs.q.shape[-3], PREPARE_ROWS, inputs.cu_q)
     arguments = {
         "o": strided(o),
@@ -214,6 +219,7 @@ def prepare_launch(
         "dlse": Strided(dlse, None if dlse is None else lse_strides(dlse.stride())),
         "delta": delta,
         "lse_log2": lse_log2,
+        "sinks": Sinks(inputs.sinks, parts),
         "cu_q": inputs.cu_q,
         "n_batch": batch_size(inputs.q, inputs.cu_q),
         "n_tiles": n_tiles,
@@ -237,9 +243,10 @@ def backward_launches(
     config_dkdv: Config,
     config_dq: Config,
     taps: tuple[Taps | None, Taps | None] = (None, None),
+    parts: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv; `taps`
-    for the last two kernels.
+    """The backward's launches in order: prepare, dK and dV, dQ. `gradients` are the tensors to fill: dq, dk, dv, and
+    `parts` of dsinks; `taps` for the last two kernels.
 
     Where config_dkdv divides a group into chunks, dk and dv have a head for each chunk: see `_add_chunks`.
     """
@@ -270,7 +277,7 @@ def backward_launches(
         "taps": taps[1],
     }
     return [
-        prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2),
+        prepare_launch(inputs, o, do, lse, dlse, delta, lse_log2, parts),
         Launch(
             flash_bwd_dkdv_kernel,
             tiles_k * (inputs.heads // inputs.group) * config_dkdv.chunks,
@@ -337,16 +344,18 @@ def plan_backward(
     config_dq: Config | None = None,
     taps: tuple[Taps | None, Taps | None] = (None, None),
     deterministic: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv in the inputs' dtype and contiguous, from the output, its LSE and their gradients.
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv, and dsinks where there are sinks, in the inputs' dtypes and contiguous, from the output, its LSE
+    and their gradients.
 
     Where not deterministic, sums may be made in any order; only Hopper's own kernels gain by it.
     """
     if do.stride(-1) != 1:
         do = do.contiguous()
     q, k, v = inputs.q, inputs.k, inputs.v
+    parts = make_parts(inputs, PREPARE_ROWS)
     if not inputs.heads:
-        return _empty(q), _empty(k), _empty(v)
+        return _empty(q), _empty(k), _empty(v), *add_parts(inputs, parts)
     portable = config_dkdv is not None or config_dq is not None or any(taps)
     why_not = "the tiles are given" if portable else _why_not_hopper_backward(inputs)
     if why_not is None:
@@ -356,8 +365,9 @@ def plan_backward(
     config_dq = config_dq or _choose("dq", inputs, do)
     chunks = config_dkdv.chunks
     gradients = _empty(q), _empty(k, chunks), _empty(v, chunks)
-    emit(q, *backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps))
-    return gradients[0], _add_chunks(gradients[1], chunks, k), _add_chunks(gradients[2], chunks, v)
+    emit(q, *backward_launches(inputs, o, lse, do, dlse, gradients, config_dkdv, config_dq, taps, parts))
+    dk, dv = _add_chunks(gradients[1], chunks, k), _add_chunks(gradients[2], chunks, v)
+    return gradients[0], dk, dv, *add_parts(inputs, parts)
 
 
 forward, backward = Operation(plan_forward), Operation(plan_backward)

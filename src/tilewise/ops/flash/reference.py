@@ -24,21 +24,33 @@ def keep_mask(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    keep: torch.Tensor,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch of equal lengths: q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv] -> o [B, Tq, Hq, Dv], lse [B,
-    Hq, Tq].
+    """One batch of equal lengths: q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], sinks [Hq] -> o [B, Tq, Hq,
+    Dv], lse [B, Hq, Tq].
     """
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~keep, -torch.inf)
     sees = keep.any(-1)
+    if sinks is not None:
+        # One more score of each row, for a key that has no value.
+        sink = sinks[:, None, None]
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+        sees = sees | (sink[..., 0] != -torch.inf)
     # A row that sees nothing is given scores of 0, so that no infinity enters the gradients, and its results are then
     # set by definition.
-    scores = scores.masked_fill(~keep, -torch.inf).masked_fill(~sees[:, None], 0.0)
-    probabilities = torch.softmax(scores, -1).masked_fill(~sees[:, None], 0.0)
+    scores = scores.masked_fill(~sees[..., None], 0.0)
+    probabilities = torch.softmax(scores, -1).masked_fill(~sees[..., None], 0.0)[..., : k.shape[1]]
     lse = torch.logsumexp(scores, -1).masked_fill(~sees, -torch.inf)
     return torch.einsum("bhij,bjhd->bihd", probabilities, v), lse
 
@@ -54,6 +66,7 @@ def flash_attention(
     softcap: float = 0.0,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output in q's dtype, and LSE.
@@ -67,7 +80,8 @@ def flash_attention(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keep = keep_mask(q.shape[1], k.shape[1], causal, window_size, q.device)
-        return _attend(q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype), keep, scale, softcap)
+        q, k, v = (x.to(compute_dtype) for x in (q, k, v))
+        return _attend(q, k, v, None if sinks is None else sinks.to(compute_dtype), keep, scale, softcap)
 
     if cu_seqlens_q is None:
         o, lse = attend(q, k, v)

@@ -4,13 +4,9 @@ from tilewise.verify.suite import Mutant
 
 _CALL = "given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k"
 _RETURN = "return (o, lse) if return_lse else o"
-_BACKWARD = """return (
-        *flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options),
-        *(None,) * (4 + len(ctx.options)),
-    )"""
-_REST = "*(None,) * (4 + len(ctx.options))"
-_GRADIENTS = "flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k), ctx.options)"
-_SAVE = "ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)"
+_GRADIENTS = "flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k, sinks), ctx.options)"
+_BACKWARD = f"dq, dk, dv, dsinks = {_GRADIENTS}"
+_SAVE = "ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)"
 # What lives as long as the process, as a cache does.
 _KEPT = "vars(checks).setdefault('kept', {})"
 
@@ -24,8 +20,7 @@ def _after(use: str, name: str, about: str, bug: str) -> Mutant:
 
 
 def _backward(use: str, name: str, about: str, *lines: str) -> Mutant:
-    body = "\n    ".join(lines)
-    return Mutant(name, about, "flash.api", _BACKWARD, f"{body}\n    return dq, dk, dv, {_REST}", use=use)
+    return Mutant(name, about, "flash.api", _BACKWARD, "\n    ".join(lines), use=use)
 
 
 USES = (
@@ -57,14 +52,14 @@ USES = (
         "some-inputs",
         "frozen-queries",
         "where queries are frozen, dk and dv change places",
-        f"dq, dk, dv = {_GRADIENTS}",
+        _BACKWARD,
         "dk, dv = (dk, dv) if ctx.needs_input_grad[1] else (dv, dk)",
     ),
     _backward(
         "some-inputs",
         "frozen-keys",
         "where keys are frozen, dv is 0",
-        f"dq, dk, dv = {_GRADIENTS}",
+        _BACKWARD,
         "dv = dv if ctx.needs_input_grad[2] else torch.zeros_like(dv)",
     ),
     _backward(
@@ -72,13 +67,13 @@ USES = (
         "backward-once",
         "the backward's result is kept for the next one",
         f"ctx.made = getattr(ctx, 'made', None) or {_GRADIENTS}",
-        "dq, dk, dv = ctx.made",
+        "dq, dk, dv, dsinks = ctx.made",
     ),
     _backward(
         "second-backward",
         "backward-reuses-lse",
         "the backward leaves its own numbers where the LSE was",
-        f"dq, dk, dv = {_GRADIENTS}",
+        _BACKWARD,
         "lse.data.copy_(do.float().sum(-1).transpose(-1, -2))",
     ),
     Mutant(
@@ -87,7 +82,7 @@ USES = (
         "flash.api",
         _SAVE,
         f"lse = {_KEPT}.setdefault(output[1].shape, torch.empty_like(output[1]))\n    lse.data.copy_(output[1])\n"
-        "    ctx.save_for_backward(q, k, v, output[0], lse, cu_q, cu_k)",
+        "    ctx.save_for_backward(q, k, v, output[0], lse, cu_q, cu_k, sinks)",
         use="two-calls",
     ),
     _after(
@@ -106,7 +101,7 @@ USES = (
         "same-tensor",
         "gradients-by-address",
         "gradients are told apart by their inputs' addresses",
-        f"made = {_GRADIENTS}",
+        f"*made, dsinks = {_GRADIENTS}",
         "dq, dk, dv = map({x.data_ptr(): dx for x, dx in zip((q, k, v), made)}.get, (q.data_ptr(), k.data_ptr(),"
         " v.data_ptr()))",
     ),

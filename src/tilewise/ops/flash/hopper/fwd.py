@@ -53,7 +53,7 @@ from tilewise.ops._device.hopper.work import (
     read_item,
 )
 from tilewise.ops._device.records import Limits, Window
-from tilewise.ops._device.scores import cap_scores, keep, online_softmax_terms
+from tilewise.ops._device.scores import add_sink, cap_scores, keep, online_softmax_terms
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_all_heads", "together", "group", "n_queries", "n_keys", "left", "right")
@@ -100,6 +100,7 @@ class Attending(NamedTuple):
 
     o: Any
     lse: Any
+    sinks: Any
     shared: Any
     n_heads: Any
     n_queries: Any
@@ -169,14 +170,22 @@ def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
     acc = state.acc
     m = state.m
     l = gl.convert_layout(gl.sum(state.l, 1), m.type.layout)
+    if given.sinks is not None:
+        m, l, rescale = add_sink(m, l, given.sinks, item.i_h)
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = gl.where(seen, l, 1.0)
-    b_lse = gl.where(seen, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+    if given.sinks is None:
+        b_lse = gl.where(seen, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+    else:
+        b_lse = gl.where(seen, m + gl.log2(l) * 0.6931471805599453, float("-inf"))
     o_m = row + gl.arange(0, ROWS, l.type.layout)
     p_lse = given.lse + (gl.cast(item.i_b, gl.int64) * given.n_heads + item.i_h) * given.n_queries + item.start
     gl.store(p_lse + o_m, b_lse, mask=o_m < item.n_queries)
-    inverse = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
+    inverse = 1.0 / l
+    if given.sinks is not None:
+        inverse = inverse * rescale
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
     b_o = acc * gl.expand_dims(inverse, 1)
     o_tile = given.shared.o.index(W)
     if not TILE.O_IN_Q:
@@ -338,8 +347,8 @@ def attend_items(given, W: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def flash_fwd_hopper_kernel(
-    q, k, v, o, lse, counter, offsets, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys,
-    left, right, scales, TILE: gl.constexpr,
+    q, k, v, sinks, o, lse, counter, offsets, n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries,
+    n_keys, left, right, scales, TILE: gl.constexpr,
 ):  # fmt: skip
     # Grid: one CTA per SM, or one per item where those are fewer.
     # Owns: item after item, a query tile of 64 · GROUPS rows of one head: every n-th, or, with a work counter,
@@ -365,7 +374,7 @@ def flash_fwd_hopper_kernel(
     sizes = ItemSizes(n_batch, n_tiles, n_heads, n_all_heads, together, group, n_queries, n_keys)
     limits = Limits(left, right)
     fetch = ItemFetch(q, k, v, shared, sizes, limits, offsets, counter)
-    attend = Attending(o, lse, shared, n_heads, n_queries, limits, scales)
+    attend = Attending(o, lse, sinks, shared, n_heads, n_queries, limits, scales)
     if TILE.GROUPS == 2:
         gl.warp_specialize(
             [(attend_items, (attend, 0, TILE)), (attend_items, (attend, 1, TILE)), (fetch_items, (fetch, TILE))],

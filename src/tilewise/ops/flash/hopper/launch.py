@@ -16,7 +16,7 @@ import torch
 
 from tilewise.ops._device.hopper.blocks import Workspace
 from tilewise.ops._device.hopper.ring import RAGGED_ROWS
-from tilewise.ops._device.records import Offsets, Scales
+from tilewise.ops._device.records import Offsets, Scales, Sinks
 from tilewise.ops._host import backend, launching
 from tilewise.ops._host.gluon import gl
 from tilewise.ops._host.launching import Descriptor, Launch, batch_size, lse_strides, row_strides, tile_slots
@@ -33,6 +33,7 @@ from tilewise.ops.flash.hopper.sum import (
     flash_bwd_hopper_finish_kernel,
     flash_bwd_hopper_prepare_kernel,
 )
+from tilewise.ops.flash.sinks import add_parts, make_parts
 
 Index = tuple[slice, ...]
 
@@ -207,10 +208,11 @@ def backward_launches(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     order: Order,
     config: Backward | None = None,
+    parts: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launches in order: prepare, the backward kernel, dq from its accumulators.
 
-    `gradients` are the tensors to fill: dq, dk, dv.
+    `gradients` are the tensors to fill: dq, dk, dv; and `parts` of dsinks, where there are sinks.
     """
     block_m, block_n, stages, slots, ahead = config or _choose(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -244,6 +246,7 @@ def backward_launches(
         "dlse": dlse,
         "delta": delta,
         "lse_log2": lse_log2,
+        "sinks": Sinks(inputs.sinks, parts),
         "semaphores": semaphores,
         "counter": counter,
         "o_strides": row_strides(o.stride()),
@@ -309,20 +312,25 @@ def plan_backward(
     dlse: torch.Tensor | None,
     order: Order = "fixed",
     config: Backward | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv in the inputs' dtype and contiguous, for a call that the Hopper kernels take:
-    `why_not_hopper` of flash/launch.py is None.
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv, and dsinks where there are sinks, in the inputs' dtypes and contiguous, for a call that the Hopper
+    kernels take: `why_not_hopper` of flash/launch.py is None.
 
     With groups or under a left limit the order cannot be `opened`.
     """
     do = readable(do)
     dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+    parts = make_parts(inputs, (config or _choose(inputs)).block_m)
     for queries, keys, rows in _chunks(inputs):
         chunk = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
         given = o[queries], lse[rows], do[queries], None if dlse is None else dlse[rows]
+        chunk_parts = None
+        if inputs.sinks is not None and parts is not None:
+            chunk, chunk_parts = chunk._replace(sinks=inputs.sinks[rows[-1]]), parts[rows]
         # A chunk's accumulators are freed after it: the next one's take their place.
-        emit(inputs.q, *backward_launches(chunk, *given, (dq[queries], dk[keys], dv[keys]), order, config))
-    return dq, dk, dv
+        gradients = dq[queries], dk[keys], dv[keys]
+        emit(inputs.q, *backward_launches(chunk, *given, gradients, order, config, chunk_parts))
+    return dq, dk, dv, *add_parts(inputs, parts)
 
 
 backward = Operation(plan_backward)
@@ -373,6 +381,7 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
     arguments = _order(inputs, n_items) | {
         "q": tile_descriptor(q, ROWS, width),
         "k": tile_descriptor(k, config.block_n, width),
+        "sinks": inputs.sinks,
         "v": tile_descriptor(v, config.block_n, value_width),
         "o": tile_descriptor(o, ROWS, value_width),
         "lse": lse,

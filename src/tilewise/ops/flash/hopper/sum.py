@@ -14,7 +14,7 @@ import triton.language as tl
 from tilewise.ops._device.hopper.semaphore import by_head, key_blocks
 from tilewise.ops._device.records import Limits, Rows
 from tilewise.ops._device.rows import locate_tile, other_side, store_rows
-from tilewise.ops._device.scores import row_gradients
+from tilewise.ops._device.scores import lse_in_base_2, row_gradients, sink_gradient
 
 SIZES = ("n_batch", "n_slots", "n_heads", "inside", "n_queries", "n_keys", "left", "right")
 
@@ -41,18 +41,17 @@ class FinishTile(NamedTuple):
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_hopper_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, acc_dq, semaphores, counter, o_strides, do_strides, dlse_strides, cu_q, n_batch,
-    n_slots, n_heads, inside, n_queries, TILE: tl.constexpr,
+    o, do, lse, dlse, delta, lse_log2, sinks, acc_dq, semaphores, counter, o_strides, do_strides, dlse_strides, cu_q,
+    n_batch, n_slots, n_heads, inside, n_queries, TILE: tl.constexpr,
 ):  # fmt: skip
     # Grid: slots of BLOCK_M queries x query heads x batch, in one axis.
     # Owns: one slot.
     # Loops over: nothing.
-    # Writes: its rows of delta and lse_log2, 0 to its semaphore and, if it ZEROES it, to its accumulator of dq; the
-    # first program also to the counter of blocks taken.
+    # Writes: its rows of delta and lse_log2, what they add to the gradient of the head's sink, 0 to its semaphore and,
+    # if it ZEROES it, to its accumulator of dq; the first program also to the counter of blocks taken.
     pid = tl.program_id(0)
-    i_b, i_h, i_m, start_q, Tq = locate_tile(
-        by_head(pid, n_slots, inside), n_slots, n_heads, n_batch, n_queries, cu_q, False, TILE.BLOCK_M
-    )
+    i_slot = by_head(pid, n_slots, inside)
+    i_b, i_h, i_m, start_q, Tq = locate_tile(i_slot, n_slots, n_heads, n_batch, n_queries, cu_q, False, TILE.BLOCK_M)
     if cu_q is not None:
         i_b = 0
     o_rows = Rows(o, o_strides, i_b, i_h, start_q, Tq)
@@ -62,7 +61,9 @@ def flash_bwd_hopper_prepare_kernel(
     )
     o_row = pid.to(tl.int64) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
     tl.store(delta + o_row, b_delta)
-    tl.store(lse_log2 + o_row, b_lse)
+    tl.store(lse_log2 + o_row, lse_in_base_2(b_lse))
+    if sinks.x is not None:
+        tl.store(sinks.parts + i_slot, sink_gradient(sinks.x, i_h, b_delta, b_lse))
     tl.store(semaphores + pid, 0)
     if TILE.ZEROES:
         ELEMENTS: tl.constexpr = TILE.BLOCK_M * TILE.BLOCK_D

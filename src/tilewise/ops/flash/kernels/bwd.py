@@ -1,10 +1,11 @@
 """Flash attention backward, for any GPU that Triton supports: no atomics, so the same inputs give the same bits.
 
-Three kernels. `prepare` makes delta = rowsum(o · do) - dlse. `dkdv` owns a key tile and loops over the query tiles of
-its group's heads (4 products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the GQA group is divided into chunks with a
-program each, and the launcher adds them up. `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ).
-Seven products where one pass with dQ summed in memory would do five: the price of a fixed order of sums without locks.
-The key side computes Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
+Three kernels. `prepare` makes delta = rowsum(o · do) - dlse, and each tile's part of the gradient of sinks, which the
+launcher adds up: it takes no product. `dkdv` owns a key tile and loops over the query tiles of its group's heads (4
+products: Sᵀ, dV, dPᵀ, dK); where key tiles are few, the GQA group is divided into chunks with a program each, and the
+launcher adds them up. `dq` owns a query tile and loops over key tiles (3 products: S, dP, dQ). Seven products where one
+pass with dQ summed in memory would do five: the price of a fixed order of sums without locks. The key side computes
+Sᵀ = K Qᵀ directly, so that no result of a product has to be transposed.
 
 In base 2: p = exp2(s · scale_log2 - lse_log2), where a row that saw nothing, or lies past the end, has lse_log2 = +inf
 and so p = 0.
@@ -23,9 +24,11 @@ from tilewise.ops._device.scores import (
     keep,
     key_range,
     keys_seen,
+    lse_in_base_2,
     query_range,
     row_gradients,
     score_gradient,
+    sink_gradient,
     zero_unseen,
 )
 
@@ -63,13 +66,13 @@ class DqStep(NamedTuple):
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_bwd_prepare_kernel(
-    o, do, lse, dlse, delta, lse_log2, cu_q, n_batch, n_tiles, n_heads, n_queries,
+    o, do, lse, dlse, delta, lse_log2, sinks, cu_q, n_batch, n_tiles, n_heads, n_queries,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
     # Loops over: nothing.
-    # Writes: its rows of delta and lse_log2.
+    # Writes: its rows of delta and lse_log2, and what they add to the gradient of the head's sink.
     i_b, i_h, i_m, start_q, Tq = locate_tile(
         tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu_q, False, BLOCK_M
     )
@@ -81,7 +84,9 @@ def flash_bwd_prepare_kernel(
         o_rows, do_rows, lse, dlse.x, dlse.strides, i_m, n_heads, n_queries, DV, BLOCK_M, BLOCK_DV
     )
     tl.store(delta + o_row, b_delta, mask=m_row)
-    tl.store(lse_log2 + o_row, b_lse, mask=m_row)
+    tl.store(lse_log2 + o_row, lse_in_base_2(b_lse), mask=m_row)
+    if sinks.x is not None:
+        tl.store(sinks.parts + tl.program_id(0), sink_gradient(sinks.x, i_h, b_delta, b_lse))
 
 
 @triton.jit

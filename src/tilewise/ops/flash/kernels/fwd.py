@@ -68,8 +68,8 @@ def flash_fwd_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def flash_fwd_kernel(
-    q, k, v, strides, o, lse, cu, n_batch, n_tiles, n_heads, group, n_queries, n_keys, left, right, scales, taps,
-    TILE: tl.constexpr, SIGN: tl.constexpr,
+    q, k, v, sinks, strides, o, lse, cu, n_batch, n_tiles, n_heads, group, n_queries, n_keys, left, right, scales,
+    taps, TILE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     # Grid: query tiles x query heads x batch, in one axis.
     # Owns: BLOCK_M queries of one head.
@@ -100,7 +100,7 @@ def flash_fwd_kernel(
                 acc, m, l = flash_fwd_step(
                     b_q, acc, m, l, k_rows, v_rows, i_m, i_n, window, scales, taps, TILE, RUN != 1
                 )
-    b_o, b_lse = softmax_finish(acc, m, l)
+    b_o, b_lse = softmax_finish(acc, m, l, sinks, i_h)
     o_rows = Rows(o.x, o.strides, i_b, i_h, start_q, Tq)
     store_rows(o_rows, i_m, b_o, TILE.DV, TILE.BLOCK_M, TILE.BLOCK_DV)
     o_m = i_m + tl.arange(0, TILE.BLOCK_M)

@@ -147,6 +147,6 @@ def compressed_backward(
     size: int,
     stride: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
     return flash.plan_backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale), o, lse, do, dlse)
