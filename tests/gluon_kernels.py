@@ -238,3 +238,15 @@ def unawaited_kernel(a):
     tiles, bars = allocate(a, 1)
     mbarrier.expect(bars.index(0), a.block_type.nbytes)
     tma_load(a, [0, 0], bars.index(0), tiles.index(0))
+
+
+@gluon.jit
+def tile_at_kernel(a, row, column, STORES: gl.constexpr):
+    """Loads a tile, and stores it at the same place or does not."""
+    tiles, bars = allocate(a, 1)
+    mbarrier.expect(bars.index(0), a.block_type.nbytes)
+    tma_load(a, [0 if STORES else row, 0 if STORES else column], bars.index(0), tiles.index(0))
+    mbarrier.wait(bars.index(0), 0)
+    if STORES:
+        tma_store(a, [row, column], tiles.index(0))
+        tma.store_wait(0)

@@ -19,6 +19,7 @@ from gluon_kernels import (
     product_kernel,
     scale_kernel,
     sum_kernel,
+    tile_at_kernel,
     tiles,
     turns_kernel,
     unawaited_kernel,
@@ -196,6 +197,27 @@ def test_an_atomic_hides_no_write_before_it(how, says, seed):
 def test_a_copys_wait_is_for_shared_memory_alone():
     a, c = tiles(), tiles()
     assert fault(lambda: copies_kernel[(2,)](descriptor(a), descriptor(c), numbers(1), c.view(-1))).kind == "race"
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "stores", "wrong"),
+    [
+        ((0, 4), False, True),
+        ((0, -8), False, False),
+        ((-8, 0), False, False),
+        ((0, 4), True, True),
+        ((-8, 0), True, True),
+    ],
+)
+def test_coordinates_that_stop_a_gpu(coordinates, stores, wrong):
+    """Its last coordinate is counted in 16 bytes, and a store's are not negative: measured on an H200."""
+    a = tiles()
+    if wrong:
+        found = fault(lambda: tile_at_kernel[(1,)](descriptor(a), *coordinates, stores))
+        assert found.kind == "coordinates"
+        assert f"the tile at {list(coordinates)}" in str(found)
+    else:
+        tile_at_kernel[(1,)](descriptor(a), *coordinates, stores)
 
 
 def test_a_copy_that_nothing_waits_for():

@@ -120,7 +120,7 @@ def copy_out(
         problem = part.problem_of_read(True)
         if problem:
             raise KernelFaultError(*problem[:2], problem[2], executed())
-    region, inside = desc.window(coord)
+    region, inside = desc.window(coord, writes=True)
     copy, memory = Copy(src.parts), desc.memory
     if region is not None:
         (memory.change if reduce else memory.write)(region, agent, (copy.number, 1))

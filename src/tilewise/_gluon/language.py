@@ -182,55 +182,69 @@ def _order(order: str, study: Study | None) -> str:
     return "relaxed" if lines == study.left_out else order
 
 
-def _atomic(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _atomic(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """An atomic from a function of what is there and of its operands."""
+
     def call(pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
-        if scope not in (None, "gpu", "sys"):
-            raise KernelFaultError("not simulated", f"an atomic of scope {scope}", executed())
-        agent, memory = current(), pointer.memory
-        order = _order(sem or "acq_rel", agent.machine.study)
-        agent.pause()
-        _check_layouts(pointer, value, mask)
-        offset, wanted, region = pointer.region(mask)
-        data = torch.as_tensor(plain(value)).to(memory.flat.dtype).broadcast_to(offset.shape)
-        data = data.reshape(-1) if wanted is None else data[wanted]
-        alone = region.offsets.numel() == 1
-        place = int(region.offsets[0]) if alone else 0
-        if alone:
-            now = memory.flat[region.offsets]
-            if torch.equal(function(now, data), now):
-                agent.look(memory, place, 1)
-            else:
-                agent.polled = None
-        if order in ("acquire", "acq_rel") and alone:
-            memory.acquire(place, agent)
-        memory.change(region, agent, None if pointer.shape else (agent.number, agent.time))
-        old = _apply(function, memory.flat, region.offsets, data)
-        if order in ("release", "acq_rel") and alone:
-            memory.release(place, agent)
-        agent.machine.changed(memory)
-        if wanted is None:
-            return Tile(old.reshape(offset.shape), pointer.layout)
-        result = torch.zeros(offset.shape, dtype=memory.flat.dtype)
-        result[wanted] = old
-        return Tile(result, pointer.layout)
+        return _change(function, pointer, (value,), mask, sem, scope)
 
     return call
 
 
+def atomic_cas(pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Tile:
+    """Exchange what equals `cmp`."""
+
+    def exchange(old: torch.Tensor, expected: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.where(old == expected, new, old)
+
+    return _change(exchange, pointer, (cmp, val), None, sem, scope)
+
+
+def _change(
+    function: Callable[..., torch.Tensor], pointer: Any, operands: tuple[Any, ...], mask: Any, sem: Any, scope: Any
+) -> Tile:
+    if scope not in (None, "gpu", "sys"):
+        raise KernelFaultError("not simulated", f"an atomic of scope {scope}", executed())
+    agent, memory = current(), pointer.memory
+    order = _order(sem or "acq_rel", agent.machine.study)
+    agent.pause()
+    _check_layouts(pointer, *operands, mask)
+    offset, wanted, region = pointer.region(mask)
+    data = [torch.as_tensor(plain(x)).to(memory.flat.dtype).broadcast_to(offset.shape) for x in operands]
+    data = [x.reshape(-1) if wanted is None else x[wanted] for x in data]
+    alone = region.offsets.numel() == 1
+    place = int(region.offsets[0]) if alone else 0
+    if alone:
+        now = memory.flat[region.offsets]
+        if torch.equal(function(now, *data), now):
+            agent.look(memory, place, 1)
+        else:
+            agent.polled = None
+    if order in ("acquire", "acq_rel") and alone:
+        memory.acquire(place, agent)
+    memory.change(region, agent, None if pointer.shape else (agent.number, agent.time))
+    old = _apply(function, memory.flat, region.offsets, data)
+    if order in ("release", "acq_rel") and alone:
+        memory.release(place, agent)
+    agent.machine.changed(memory)
+    if wanted is None:
+        return Tile(old.reshape(offset.shape), pointer.layout)
+    result = torch.zeros(offset.shape, dtype=memory.flat.dtype)
+    result[wanted] = old
+    return Tile(result, pointer.layout)
+
+
 def _apply(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    flat: torch.Tensor,
-    offsets: torch.Tensor,
-    data: torch.Tensor,
+    function: Callable[..., torch.Tensor], flat: torch.Tensor, offsets: torch.Tensor, data: list[torch.Tensor]
 ) -> torch.Tensor:
     """What was at each place before its own change. Places may repeat: one after the other."""
     old = flat[offsets].clone()
     if offsets.numel() < 2 or len(offsets.unique()) == offsets.numel():
-        flat[offsets] = function(old, data)
+        flat[offsets] = function(old, *data)
         return old
     for i, place in enumerate(offsets.tolist()):
         old[i] = flat[place]
-        flat[place] = function(flat[place].clone(), data[i])
+        flat[place] = function(flat[place].clone(), *(x[i] for x in data))
     return old
 
 
@@ -345,7 +359,7 @@ LANGUAGE: dict[str, Any] = {
     "erf": elementwise(torch.erf, math.erf),
     "floor": elementwise(torch.floor, math.floor),
     "ceil": elementwise(torch.ceil, math.ceil),
-    "fma": elementwise(lambda x, y, z: x * y + z, lambda x, y, z: x * y + z),
+    "fma": elementwise(values.fused, lambda x, y, z: x * y + z),
     "abs": elementwise(torch.abs, abs),
     "cdiv": lambda x, y: (x + y - 1) // y,
     "sum": _reduction(_total),
@@ -353,6 +367,7 @@ LANGUAGE: dict[str, Any] = {
     "min": _reduction(lambda x, axis: _extreme(x, axis, -1.0)),
     "load": load,
     "store": store,
+    "atomic_cas": atomic_cas,
     "atomic_add": _atomic(operator.add),
     "atomic_max": _atomic(torch.maximum),
     "atomic_min": _atomic(torch.minimum),

@@ -14,6 +14,9 @@ from tilewise._gluon.order import Part, current
 from tilewise._gluon.values import GLUON, Tile, plain, torch_dtype
 from tilewise._gluon.watching import View, show_read
 
+# What TMA's last coordinate must be a multiple of.
+COORDINATE_BYTES = 16
+
 
 class Shared(View):
     """A view of shared memory: some of its elements as they were allocated, or as they were reinterpreted."""
@@ -130,11 +133,17 @@ class Descriptor:
         """Has dtype, layout and block_type."""
         return self
 
-    def window(self, coord: Any) -> tuple[Region | None, tuple[slice, ...]]:
+    def window(self, coord: Any, writes: bool = False) -> tuple[Region | None, tuple[slice, ...]]:
         """Of the tile at `coord` what lies inside of the tensor, None where nothing does; and which part of the tile
         that is. Addresses count modulo 2^64.
         """
         first = [operator.index(c) for c in coord]
+        if first[-1] * self._memory.flat.element_size() % COORDINATE_BYTES or (writes and min(first) < 0):
+            # Not in PTX's documentation: measured on an H200, with and without swizzling.
+            what, also = ("to", ", and none negative") if writes else ("of", "")
+            message = f"a copy {what} the tile at {first}, of {self.dtype}: the last coordinate must be a multiple of"
+            message += f" {COORDINATE_BYTES} bytes{also}; a GPU stops with an illegal instruction"
+            raise KernelFaultError("coordinates", message, executed())
         low = [max(0, -c) for c in first]
         high = [min(b, s - c) for b, s, c in zip(self.block_shape, self.shape, first, strict=True)]
         if any(a >= b for a, b in zip(low, high, strict=True)):

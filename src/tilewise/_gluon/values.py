@@ -148,7 +148,8 @@ class Tile:
         return Tile(plain(self).permute(axes), None if self.layout is None else ("permuted", self.layout, tuple(axes)))
 
     def __neg__(self) -> "Tile":
-        return compute(operator.neg, self)
+        # As Triton has it: -0.0 is 0.0.
+        return compute(_negative, self)
 
     def __invert__(self) -> "Tile":
         return compute(_inverted, self)
@@ -157,6 +158,10 @@ class Tile:
         if name.startswith("_"):
             raise AttributeError(name)
         raise KernelFaultError("not simulated", f"{name} of a tile", executed())
+
+
+def _negative(x: Any) -> Any:
+    return 0 - x
 
 
 def _inverted(x: Any) -> Any:
@@ -244,10 +249,24 @@ def _floor_divide(x: Any, y: Any) -> Any:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
+def fused(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """x · y + z, rounded once."""
+    if x.is_floating_point():
+        return (x.double() * y.double() + z.double()).to(x.dtype)
+    return x * y + z
+
+
 def _remainder(x: Any, y: Any) -> Any:
+    if any(
+        value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float) for value in (x, y)
+    ):
+        # By a quotient that is rounded, as on a GPU: 2.5 % -0.001 is less than 0.
+        left, right = torch.broadcast_tensors(torch.as_tensor(x), torch.as_tensor(y))
+        result = torch.where(right.isinf(), left, fused(-torch.trunc(left / right), right, left))
+        return result if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor) else result.item()
     if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
         return torch.fmod(torch.as_tensor(x), torch.as_tensor(y))
-    return math.fmod(x, y) if isinstance(x, float) or isinstance(y, float) else x - _floor_divide(x, y) * y
+    return x - _floor_divide(x, y) * y
 
 
 def _divide(x: Any, y: Any) -> Any:
