@@ -65,11 +65,11 @@ def _check_tile(desc: Descriptor, shared: Shared, what: str) -> None:
 def async_load(
     desc: Descriptor, coord: Any, barrier: Any, result: Shared, pred: Any = True, multicast: Any = False
 ) -> None:
-    """Start to copy a tile into shared memory. What lies outside of the tensor is 0; the barrier counts the bytes."""
+    """Start to copy a tile into shared memory. What lies outside of the tensor is 0; the barrier counts the bytes. Of
+    one CTA there is none for a multicast to reach.
+    """
     if not pred:
         return
-    if multicast:
-        raise KernelFaultError("not simulated", "a copy to several CTAs", executed())
     _check_tile(desc, result, "async_load")
     agent, barrier = current(), one_barrier(barrier)
     agent.pause()

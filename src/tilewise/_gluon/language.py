@@ -253,7 +253,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
     cta, sizes = current().cta, [operator.index(n) for n in shape]
     lines = executed()
     # A helper's line says little: that of its caller.
-    name = f"{lines[1] if len(lines) > 1 else lines[0]}, {sizes}"
+    name = f"{lines[1] if len(lines) > 1 else lines[0]}, {sizes}{cta.label}"
     cta.allocate(lines, math.prod(sizes) * element_ty.primitive_bitwidth // 8)
     if isinstance(layout, mbarrier.MBarrierLayout):
         return BarrierArray([Barrier(f"barrier {i} of {name}") for i in range(sizes[0])])
@@ -290,9 +290,7 @@ def one_barrier(x: Any) -> Barrier:
 
 @synchronises("thread barrier")
 def thread_barrier(cluster: bool = False) -> None:
-    """All threads of the partition meet."""
-    if cluster:
-        raise KernelFaultError("not simulated", "a barrier of a cluster", executed())
+    """All threads of the partition meet; in a cluster of one CTA that is its barrier as well."""
     current().meet()
 
 
@@ -378,7 +376,7 @@ LANGUAGE: dict[str, Any] = {
     "program_id": lambda axis: Tile(current().cta.index[operator.index(axis)]),
     "num_programs": lambda axis: Tile(current().cta.grid[operator.index(axis)]),
     "num_warps": lambda: current().warps,
-    "num_ctas": lambda: 1,
+    "num_ctas": lambda: len(current().members) or 1,
     "static_range": range,
     "static_assert": static_assert,
     "static_print": lambda *_words: None,

@@ -13,6 +13,8 @@ from tilewise._gluon.watching import watched
 
 # Of a launch on an NVIDIA GPU.
 OPTIONS = {*CUDAOptions.__dataclass_fields__, "debug", "instrumentation_mode"}
+# CTAs that a cluster of Hopper can have.
+CLUSTERS = (1, 2, 4, 8, 16)
 
 
 def launch(
@@ -27,8 +29,9 @@ def launch(
     unknown = [key for key in named if key not in names and key not in OPTIONS]
     if unknown:
         raise TypeError(f"{kernel.fn.__name__} has no parameter {', '.join(unknown)}, and a launch no such option")
-    if named.get("num_ctas", 1) != 1:
-        raise KernelFaultError("not simulated", f"clusters of {named['num_ctas']} CTAs")
+    ctas = named.get("num_ctas", 1)
+    if ctas not in CLUSTERS:
+        raise KernelFaultError("arguments", f"num_ctas is {ctas}: expected one of {', '.join(map(str, CLUSTERS))}")
     if len(positional) > len(names):
         raise TypeError(f"{kernel.fn.__name__} takes {len(names)} arguments: got {len(positional)}")
     given = dict(zip(names, positional, strict=False)) | {key: x for key, x in named.items() if key in names}
@@ -38,4 +41,4 @@ def launch(
         raise TypeError(f"{kernel.fn.__name__} needs {', '.join(missing)}")
     sizes = grid(given) if callable(grid) else grid
     with torch.no_grad():
-        Machine(seed, studied(), watched()).launch(kernel, sizes, given, named.get("num_warps", 4))
+        Machine(seed, studied(), watched()).launch(kernel, sizes, given, named.get("num_warps", 4), ctas)

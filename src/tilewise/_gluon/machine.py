@@ -9,7 +9,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, shown
 from tilewise._gluon.language import SHARED_BYTES
 from tilewise._gluon.leaving_out import Study
+from tilewise._gluon.members import Member
 from tilewise._gluon.memory import GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
 from tilewise._gluon.shared import Descriptor
@@ -34,18 +35,30 @@ MOST_ROUNDS = 1000
 
 
 class Cta:
-    """A program of the grid."""
+    """A program of the grid: a CTA, or a cluster of several, its peers."""
 
-    def __init__(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+    def __init__(
+        self, index: tuple[int, int, int], grid: tuple[int, int, int], numbers: Iterator[int], ctas: int = 1
+    ) -> None:
         self.index, self.grid = index, grid
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         axes = 1 if grid[1:] == (1, 1) else 2 if grid[2] == 1 else 3
         self.name = str(index[0] if axes == 1 else index[:axes])
+        # What names of its buffers and barriers end with.
+        self.label = ""
         self._shared: dict[Lines, int] = {}
         # Copies into shared memory, by the barrier and the phase that count them; and what its partitions knew at
         # their ends.
         self.loads: list[tuple[int, int, Lines]] = []
         self.known: Clock = {}
+        # The number by which other CTAs of a cluster know of its mbarrier.init, and their accesses to its shared
+        # memory.
+        self.inits = next(numbers)
+        self.visits: list[tuple[int, int, Lines]] = []
+        self.peers = [Cta(index, grid, numbers) for _ in range(ctas)] if ctas > 1 else []
+        for rank, peer in enumerate(self.peers):
+            peer.name = f"{self.name}.{rank}"
+            peer.label = f" of CTA {peer.name}"
 
     def allocate(self, lines: Lines, nbytes: int) -> None:
         """Take shared memory, once a statement: in a loop it is the same."""
@@ -56,10 +69,16 @@ class Cta:
             raise KernelFaultError("too much shared memory", message, lines)
 
     def check_end(self) -> None:
-        """Every copy into shared memory has been waited for."""
+        """Every copy into shared memory has been waited for, and what other CTAs do there."""
+        for peer in self.peers:
+            peer.check_end()
         for barrier, phase, lines in self.loads:
             if self.known.get(barrier, 0) < phase:
                 message = f"CTA {self.name} ends, and nothing has waited for a copy into its shared memory"
+                raise KernelFaultError("not waited for", message, lines)
+        for agent, time, lines in self.visits:
+            if self.known.get(agent, 0) < time:
+                message = f"CTA {self.name} ends while another CTA of the cluster may still use its shared memory"
                 raise KernelFaultError("not waited for", message, lines)
 
 
@@ -75,10 +94,14 @@ class Partition(Agent):
         clock: Clock,
         warps: int,
         index: int = 0,
+        parents: Sequence[Member] = (),
     ) -> None:
         super().__init__(machine, clock, warps)
         self.machine: Machine = machine
         self.cta, self.role, self.index = cta, role, index
+        clocks = [parent.clock for parent in parents] or [clock] * len(cta.peers)
+        self.members: list[Member] = [Member(self, *pair) for pair in zip(cta.peers, clocks, strict=True)]
+        self.specialized = bool(parents)
         self._call = call
         self.go = threading.Semaphore(0)
         self.until: Callable[[], bool] | None = None
@@ -97,11 +120,12 @@ class Partition(Agent):
                 # Both are settings of a thread.
                 with torch.no_grad(), np.errstate(all="ignore"):
                     self._call()
-                self._check_end()
-                self.cta.known = {
-                    one: max(self.clock.get(one, 0), self.cta.known.get(one, 0))
-                    for one in {**self.clock, **self.cta.known}
-                }
+                for agent in self.agents:
+                    self._check_end(agent)
+                    known = agent.cta.known
+                    agent.cta.known = {
+                        one: max(agent.clock.get(one, 0), known.get(one, 0)) for one in {**agent.clock, **known}
+                    }
         except Stopped:
             pass
         except BaseException as error:
@@ -109,11 +133,16 @@ class Partition(Agent):
         self.finished = True
         self.machine.back.release()
 
-    def _check_end(self) -> None:
-        if self.products or self.copies:
-            engine = (*self.products, *self.copies)[0]
-            what = "products" if self.products else "copies to global memory"
-            message = f"CTA {self.cta.name}{self.role} ends while {what} still run"
+    @property
+    def agents(self) -> Sequence[Any]:
+        """Those that run in its thread: itself, or the CTAs of a cluster."""
+        return self.members or (self,)
+
+    def _check_end(self, agent: Any) -> None:
+        if agent.products or agent.copies:
+            engine = (*agent.products, *agent.copies)[0]
+            what = "products" if agent.products else "copies to global memory"
+            message = f"CTA {agent.cta.name}{self.role} ends while {what} still run"
             raise KernelFaultError("not waited for", message, engine.lines)
 
     def join(self) -> None:
@@ -154,12 +183,15 @@ class Partition(Agent):
                 self.clock,
                 count,
                 i,
+                self.members,
             )
             for i, ((function, arguments), count) in enumerate(zip(others, warps, strict=True), 1)
         ]
         self.machine.start(started)
-        self.tick()
+        for agent in self.agents:
+            agent.tick()
         function, arguments = first
+        self.specialized = True
         self.role = f", partition 0 ({function.__name__})"
         result = function(*arguments)
         self.block(
@@ -167,8 +199,10 @@ class Partition(Agent):
         )
         for one in started:
             # All threads have met there: not before, for whoever reads what it has stored meanwhile.
-            one.meet()
-            self.learn(one.clock)
+            for agent, other in zip(self.agents, one.agents, strict=True):
+                other.meet()
+                agent.learn(other.clock)
+        self.specialized = False
         return result
 
 
@@ -250,7 +284,9 @@ class Machine:
             )
         return translate(value)
 
-    def launch(self, kernel: Any, grid: Sequence[int], arguments: dict[str, Any], num_warps: int) -> None:
+    def launch(
+        self, kernel: Any, grid: Sequence[int], arguments: dict[str, Any], num_warps: int, num_ctas: int = 1
+    ) -> None:
         """Run every CTA to its end, or raise what a partition raises."""
         width, height, depth = (*(int(n) for n in grid), 1, 1)[:3]
         values = {
@@ -265,11 +301,11 @@ class Machine:
             self.watcher.launched(kernel.fn.__name__)
         function = adopt(kernel.fn)
         indices = itertools.product(range(depth), range(height), range(width))
-        ctas = deque(Cta((x, y, z), (width, height, depth)) for z, y, x in indices)
+        ctas = deque(Cta((x, y, z), (width, height, depth), self._numbers, num_ctas) for z, y, x in indices)
         running: dict[int, int] = {}
         try:
             while self._partitions or ctas:
-                while ctas and len(running) < SMS:
+                while ctas and len(running) < max(1, SMS // num_ctas):
                     cta = ctas.popleft()
                     running[id(cta)] = 1
                     self.start([Partition(self, cta, "", lambda: function(**values), {}, num_warps)])

@@ -39,6 +39,9 @@ class Scheduler(Protocol):
 class Agent:
     """Whose accesses come one after the other: a partition of a CTA."""
 
+    # Where a partition runs for a cluster, its CTAs as agents.
+    members: Sequence[Any] = ()
+
     def __init__(self, machine: Scheduler, clock: Clock, warps: int) -> None:
         self.machine, self.warps = machine, warps
         self.number = machine.next_number()
@@ -253,11 +256,14 @@ class Barrier:
         # By how many phases are done, what whoever waited for the last of them knows.
         self._clocks: dict[int, Clock] = {0: {}}
         self._next: Clock = {}
+        # When it was initialised, for CTAs of a cluster that use another's.
+        self.begun = 0, 0
 
     def init(self, count: int) -> None:
         """Begin with phase 0 of `count` arrivals."""
         self.count = self.missing = count
         self._first, self.bytes, self._next = self.done, 0, {}
+        self.begun = current().number, current().time
 
     def arrive(self, count: int, nbytes: int = 0) -> None:
         """Count arrivals, and expect bytes."""

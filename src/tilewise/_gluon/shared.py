@@ -118,10 +118,16 @@ class Descriptor:
         self.strides = [operator.index(n) for n in strides]
         self.block_shape = [operator.index(n) for n in block_shape]
         self.layout, self.dtype = layout, GLUON[memory.flat.dtype]
-        self.nbytes_per_cta = math.prod(self.block_shape) * memory.flat.element_size()
+        nbytes = math.prod(self.block_shape) * memory.flat.element_size()
+        # Bases along no axis are of CTAs that have the same.
+        self.nbytes_per_cta = nbytes >> sum(map(any, getattr(layout, "cga_layout", None) or ()))
         self.block_type = SimpleNamespace(
-            shape=self.block_shape, nbytes=self.nbytes_per_cta, element_ty=self.dtype, dtype=self.dtype
+            shape=self.block_shape, nbytes=nbytes, element_ty=self.dtype, dtype=self.dtype
         )
+
+    def in_tiles(self, block_shape: Any, layout: Any) -> "Descriptor":
+        """The same tensor in tiles of another shape."""
+        return Descriptor(self._memory, self._start, self.shape, self.strides, block_shape, layout)
 
     @property
     def memory(self) -> GlobalMemory:

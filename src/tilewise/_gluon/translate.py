@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tilewise._assignments import HOOK
+from tilewise._gluon.cluster import CLUSTER, CLUSTER_BARRIERS, in_clusters
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
@@ -24,12 +25,15 @@ from tilewise._gluon.reductions import REDUCTIONS
 from tilewise._gluon.values import Tile
 from tilewise._gluon.watching import hook, with_hooks
 
+# Triton has this module from 3.7 on.
+cluster = getattr(hopper, "cluster", None)
 SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
-    (gl, LANGUAGE),
-    (tl, LANGUAGE),
-    (mbarrier, BARRIERS),
-    (tma, COPIES | REDUCTIONS),
-    (hopper, HOPPER),
+    (gl, in_clusters(LANGUAGE, computes=True)),
+    (tl, in_clusters(LANGUAGE, computes=True)),
+    (mbarrier, in_clusters(BARRIERS) | CLUSTER_BARRIERS),
+    (tma, in_clusters(COPIES | REDUCTIONS)),
+    (hopper, in_clusters(HOPPER)),
+    *([(cluster, CLUSTER)] if cluster else []),
 )
 FUNCTIONS: dict[int, Any] = {
     id(getattr(real, name)): function
