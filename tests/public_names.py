@@ -10,6 +10,10 @@ PARAMETERS = {
         "q k v * causal window_size scale softcap cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
         "return_lse deterministic backend"
     ),
+    "tilewise.flash_attention_with_kvcache": (
+        "q k_cache v_cache k v * cache_seqlens leftpad_k page_table causal window_size scale softcap sinks "
+        "num_splits return_lse backend"
+    ),
     "tilewise.native_sparse_attention": (
         "q k v * g_cmp g_slc g_swa k_cmp v_cmp compress_size compress_stride block_size block_count "
         "window_size init_blocks local_blocks scale cu_seqlens block_indices return_indices backend"

@@ -49,6 +49,15 @@ def call_flash(flash_attention):
     assert torch.allclose(o, expected, atol=1e-5)
 
 
+@call("tilewise.flash_attention_with_kvcache")
+def call_with_kvcache(flash_attention_with_kvcache):
+    q, k, v = whole()
+    caches = [torch.zeros(1, 2 * T, H, D) for _ in range(2)]
+    o = flash_attention_with_kvcache(q, *caches, k, v, cache_seqlens=0, backend="cpu")
+    assert torch.equal(caches[0][:, :T], k)
+    finite(o)
+
+
 @call("tilewise.native_sparse_attention")
 def call_nsa(native_sparse_attention):
     o, indices = native_sparse_attention(

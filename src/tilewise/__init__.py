@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tilewise.ops.bsa.api import block_sparse_attn
     from tilewise.ops.bsa.hstu_bsa import hstu_attention_with_bsa
     from tilewise.ops.flash.api import flash_attention
+    from tilewise.ops.flash.decode.api import flash_attention_with_kvcache
     from tilewise.ops.hstu.api import hstu_attention
     from tilewise.ops.nsa.api import compressed_attention, native_sparse_attention, select_blocks, selected_attention
     from tilewise.ops.nsa.attend import native_sparse_attend
@@ -28,6 +29,7 @@ __all__ = [
     "explain",
     "explaining_on",
     "flash_attention",
+    "flash_attention_with_kvcache",
     "hstu_attention",
     "hstu_attention_with_bsa",
     "native_sparse_attend",
@@ -46,6 +48,7 @@ _HOME = {
     "explain": "tilewise._explain",
     "explaining_on": "tilewise._explain",
     "flash_attention": "tilewise.ops.flash.api",
+    "flash_attention_with_kvcache": "tilewise.ops.flash.decode.api",
     "hstu_attention": "tilewise.ops.hstu.api",
     "hstu_attention_with_bsa": "tilewise.ops.bsa.hstu_bsa",
     "native_sparse_attend": "tilewise.ops.nsa.attend",

@@ -11,6 +11,7 @@ from tilewise import (
     block_sparse_attn,
     compressed_attention,
     flash_attention,
+    flash_attention_with_kvcache,
     hstu_attention,
     hstu_attention_with_bsa,
     native_sparse_attend,
@@ -22,7 +23,8 @@ from tilewise.ops.nsa.reference import choice_scores, compress_mean
 FILES = sorted((Path(__file__).parents[1] / "golden").glob("*.npz"))
 CPU = torch.device("cpu")
 GATES = ("gate_cmp", "gate_slc", "gate_swa")
-# What the recorded inputs of native_sparse_attend are called in its signature.
+# What recorded inputs are called in a function's signature.
+CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
 ATTEND = {"q": "fq", "k": "fk", "v": "fv", "indices": "selected_block_indices", "mask": "fmask"}
 
 
@@ -34,6 +36,15 @@ def of_flash(leaves, params, backend):
     if "window_size" in params:
         params["window_size"] = tuple(params["window_size"])
     return named("o", "lse")(flash_attention(**leaves, **params, return_lse=True, backend=backend))
+
+
+def of_cache(leaves, params, backend):
+    """Recorded for flash_attention's arguments, too."""
+    if "window_size" in params:
+        params["window_size"] = tuple(params["window_size"])
+    leaves = {CACHE.get(name, name) if "k_cache" not in leaves else name: x for name, x in leaves.items()}
+    outputs = flash_attention_with_kvcache(**leaves, **params, return_lse=True, backend=backend)
+    return named("o", "lse")(outputs) | {name: leaves[name] for name in ("k_cache", "v_cache")}
 
 
 def of_native(leaves, params, backend):
@@ -89,6 +100,9 @@ def of_layer(leaves, params, backend):
 
 # By how the name of a file starts, the first that fits; and how many files there are.
 FUNCTIONS = {
+    "flash-paged": (of_cache, 1),
+    "flash-leftpad": (of_cache, 1),
+    "kvcache-": (of_cache, 1),
     "flash-": (of_flash, 10),
     "nsa-": (of_native, 3),
     "selected-": (of_selected, 1),
@@ -108,7 +122,9 @@ def check(path, backend, dtype, device, values=1e-5, derivatives=1e-4):
         data = dict(archive)
     inputs = {name[3:]: torch.from_numpy(x).to(device) for name, x in data.items() if name.startswith("in_")}
     floats = {name: x.to(dtype) for name, x in inputs.items() if x.is_floating_point()}
-    wanted = {name: x.requires_grad_() for name, x in floats.items() if name not in GATES}
+    wanted = {name: x for name, x in floats.items() if name not in GATES} if "weighted_output" in data else {}
+    for x in wanted.values():
+        x.requires_grad_()
     outputs = FUNCTIONS[start(path)][0](inputs | floats, json.loads(str(data["params"])), backend)
 
     expected = {name[4:]: x for name, x in data.items() if name.startswith("out_")}
@@ -116,6 +132,9 @@ def check(path, backend, dtype, device, values=1e-5, derivatives=1e-4):
     for name, x in expected.items():
         np.testing.assert_allclose(outputs[name].detach().cpu().double(), x, rtol=values, atol=values, err_msg=name)
 
+    if not wanted:
+        # For inference.
+        return
     weighted = outputs[str(data["weighted_output"])]
     weight = torch.from_numpy(data["weight"]).to(device, weighted.dtype)
     loss = torch.where(weighted.isfinite(), weighted * weight, 0.0).sum()

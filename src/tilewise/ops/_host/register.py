@@ -352,7 +352,9 @@ def register(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     library.register_fake(qualified, fake, lib=_library)
-    library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    if not any(argument.alias_info is not None and argument.alias_info.is_write for argument in known):
+        # torch takes no formula for an operator that writes to its inputs: it says itself that there is no derivative.
+        library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
     tensors = tuple(position for position, argument in enumerate(known) if "Tensor" in str(argument.type))
     functions = _autograd_functions(name, run, backward, setup_context, tensors)
 

@@ -23,7 +23,7 @@ def keep_mask(
     return keep
 
 
-def _attend(
+def attend_whole(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -81,7 +81,7 @@ def flash_attention(
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keep = keep_mask(q.shape[1], k.shape[1], causal, window_size, q.device)
         q, k, v = (x.to(compute_dtype) for x in (q, k, v))
-        return _attend(q, k, v, None if sinks is None else sinks.to(compute_dtype), keep, scale, softcap)
+        return attend_whole(q, k, v, None if sinks is None else sinks.to(compute_dtype), keep, scale, softcap)
 
     if cu_seqlens_q is None:
         o, lse = attend(q, k, v)
