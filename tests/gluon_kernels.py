@@ -73,13 +73,16 @@ def produce(a, tiles, full, empty, steps, EARLY: gl.constexpr, BYTES: gl.constex
 
 
 @gluon.jit
-def consume(out, tiles, full, empty, steps, RELEASES: gl.constexpr, PHASE: gl.constexpr):
+def consume(
+    out, tiles, full, empty, steps, JOINED: gl.constexpr, RELEASES: gl.constexpr, PHASE: gl.constexpr
+):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     total = gl.zeros([SIDE, SIDE], gl.float32, layout)
     for i in range(steps):
         mbarrier.wait(full.index(0), (i & 1) ^ PHASE)
         total += tiles.index(0).load(layout).to(gl.float32)
-        thread_barrier()
+        if JOINED:
+            thread_barrier()
         for _ in gl.static_range(RELEASES):
             mbarrier.arrive(empty.index(0), count=1)
     rows = gl.arange(0, SIDE, gl.SliceLayout(1, layout))
@@ -88,14 +91,17 @@ def consume(out, tiles, full, empty, steps, RELEASES: gl.constexpr, PHASE: gl.co
 
 
 @gluon.jit
-def sum_kernel(a, out, steps, EARLY: gl.constexpr, BYTES: gl.constexpr, RELEASES: gl.constexpr, PHASE: gl.constexpr):
+def sum_kernel(
+    a, out, steps, EARLY: gl.constexpr, BYTES: gl.constexpr, JOINED: gl.constexpr, RELEASES: gl.constexpr,
+    PHASE: gl.constexpr,
+):  # fmt: skip
     """The sum of a's tiles of 64 rows, fetched by one warp and added by a warpgroup, through one buffer."""
     tiles, full = allocate(a, 1)
     empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(empty.index(0), count=1)
     gl.warp_specialize(
         [
-            (consume, (out, tiles, full, empty, steps, RELEASES, PHASE)),
+            (consume, (out, tiles, full, empty, steps, JOINED, RELEASES, PHASE)),
             (produce, (a, tiles, full, empty, steps, EARLY, BYTES)),
         ],
         [1],

@@ -21,7 +21,7 @@ from typing import Any
 
 from tilewise import _interpreter_speed
 
-__all__ = ["interpreting", "quiet", "repair", "scheduled", "use_where_no_gpu"]
+__all__ = ["interpreting", "quiet", "repair", "scheduled", "use_where_no_gpu", "written_barriers"]
 
 _VARIABLE = "TRITON_INTERPRET"
 _repairing = threading.Lock()
@@ -119,6 +119,7 @@ def repair() -> None:
         # Around everything a launch does, including the helpers' bookkeeping.
         _repair_launches()
         _simulate_gluon()
+        _tune_without_a_clock()
         _repaired = True
 
 
@@ -135,6 +136,21 @@ def scheduled(seed: int | None) -> Iterator[None]:
         yield
     finally:
         _seed.reset(token)
+
+
+_compiler_barriers: ContextVar[bool] = ContextVar("tilewise_compiler_barriers", default=True)
+
+
+@contextlib.contextmanager
+def written_barriers() -> Iterator[None]:
+    """Inside, this context's Gluon kernels have the thread barriers that are written in them, and none that Triton's
+    compiler would add.
+    """
+    token = _compiler_barriers.set(False)
+    try:
+        yield
+    finally:
+        _compiler_barriers.reset(token)
 
 
 @contextlib.contextmanager
@@ -180,9 +196,29 @@ def _simulate_gluon() -> None:
         _launches += 1
         _simulated += 1
         with quiet():
-            return launch(self, grid, arguments, named, _seed.get())
+            return launch(self, grid, arguments, named, _seed.get(), _compiler_barriers.get())
 
     GluonJITFunction.run = run
+
+
+def _tune_without_a_clock() -> None:
+    """An autotuner runs each configuration once, which checks it, and takes the first that fits: without a GPU no time
+    tells which is fast.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    def run_once(kernel_call: Callable[[], None], quantiles: Any) -> list[float]:
+        try:
+            kernel_call()
+        except RuntimeError as error:
+            if getattr(error, "kind", None) != "too much shared memory":
+                raise
+            return [float("inf")] * len(quantiles)
+        return [0.0] * len(quantiles)
+
+    Autotuner.do_bench = property(lambda _self: run_once, lambda _self, _value: None)
+    # Times of this machine are kept for none.
+    Autotuner.check_disk_cache = lambda _self, _key, _configs, bench: bench()
 
 
 def _repair_launches() -> None:

@@ -29,7 +29,7 @@ from tilewise import interpreter
 from tilewise._gluon.faults import KernelFaultError
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
-RIGHT = {"EARLY": False, "BYTES": 1, "RELEASES": 1, "PHASE": 0}
+RIGHT = {"EARLY": False, "BYTES": 1, "JOINED": True, "RELEASES": 1, "PHASE": 0}
 
 
 def product(**left_out):
@@ -83,12 +83,24 @@ def test_results_under_any_schedule(seed):
         ("AWAITED", "read too early"),
         ("USED", "used too early"),
         ("FENCED", "missing fence"),
-        ("JOINED", "missing fence"),
     ],
 )
 def test_a_product_without_one_of_its_statements(left_out, kind, seed):
     with interpreter.scheduled(seed):
         assert fault(product, **{left_out: False}).kind == kind
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_thread_barriers_that_the_compiler_adds(seed):
+    """Before a copy reads what threads have stored, and before an arrival that lets it be overwritten."""
+    with interpreter.scheduled(seed):
+        c, a, b = product(JOINED=False)
+        assert torch.equal(c, (a.float() @ b.float()).half())
+        out, x = total(5, JOINED=False)
+        assert torch.equal(out, sum(part.float() for part in x.chunk(5)))
+        with interpreter.written_barriers():
+            assert fault(product, JOINED=False).kind == "missing fence"
+            assert fault(total, 5, JOINED=False).kind == "overwritten"
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])

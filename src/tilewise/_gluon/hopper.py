@@ -11,6 +11,7 @@ from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.language import one_barrier
 from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
+from tilewise._gluon.products import check_operands, matrix_product, mma_v2
 from tilewise._gluon.shared import Descriptor, Shared
 from tilewise._gluon.values import Pending, Tile, plain
 from tilewise._gluon.watching import show_read
@@ -42,6 +43,7 @@ def arrive(barrier: Any, *, count: Any = 1, pred: Any = True) -> None:
     """One arrival, or more, for the whole partition."""
     if pred:
         current().pause()
+        current().meet_by_compiler()
         one_barrier(barrier).arrive(operator.index(count))
 
 
@@ -150,6 +152,7 @@ def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
         copy.end()
         if not read_only:
             agent.learn({copy.number: 1})
+    agent.meet_by_compiler()
 
 
 def warpgroup_mma(
@@ -169,8 +172,8 @@ def warpgroup_mma(
     for x in shared:
         show_read(x)
     # Computed here, though on a GPU somewhere between here and the wait: what changes between the two is a fault.
-    left, right = ((plain(v) if isinstance(v, Tile) else v.data).float() for v in (a, b))
-    result = left @ right
+    left, right = (plain(v) if isinstance(v, Tile) else v.data for v in (a, b))
+    result = matrix_product(left, right, precision, "warpgroup_mma")
     if use_acc:
         result += acc.data
     agent = current()
@@ -183,10 +186,7 @@ def _check_product(a: Any, b: Any, acc: Any) -> None:
     lines = executed()
     if not isinstance(b, Shared):
         raise KernelFaultError("operand", "the second operand of warpgroup_mma must be in shared memory", lines)
-    if a.dtype != b.dtype:
-        raise KernelFaultError("dtypes differ", f"warpgroup_mma of {a.dtype} and {b.dtype}", lines)
-    if (m_k := a.shape) != [acc.shape[0], b.shape[0]] or b.shape[1] != acc.shape[1]:
-        raise KernelFaultError("shapes differ", f"warpgroup_mma of {m_k}, {b.shape} into {acc.shape}", lines)
+    check_operands(a, b, acc, "warpgroup_mma")
     layout = acc.layout
     if layout is not None and not isinstance(layout, gl.NVMMADistributedLayout):
         raise KernelFaultError(
@@ -224,7 +224,10 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 @synchronises("fence")
 def fence_async_shared(cluster: bool = False) -> None:
     """What threads have stored, the copy engine and products see, once all threads have met."""
-    for write in current().stored:
+    agent = current()
+    # What copies by threads brought, and this agent knows of by an mbarrier.
+    agent.stored += [write for load in agent.cta.arriving if agent.knows(load.number, 1) for write in load.writes]
+    for write in agent.stored:
         write.fenced = True
 
 
@@ -259,4 +262,5 @@ HOPPER: dict[str, Any] = {
     "warpgroup_mma_init": lambda x: x,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": fence_async_shared,
+    "mma_v2": mma_v2,
 }

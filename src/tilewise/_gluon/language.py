@@ -133,7 +133,8 @@ def _extreme(x: torch.Tensor, axis: int | None, sign: float) -> torch.Tensor:
     return torch.where(nothing, math.nan, found)
 
 
-def _check_layouts(pointer: Any, *others: Any) -> None:
+def check_layouts(pointer: Any, *others: Any) -> None:
+    """Of a tile of pointers and what goes with it."""
     if pointer.shape:
         values.common_layout((Tile(pointer.offset, pointer.layout), *others))
 
@@ -141,7 +142,7 @@ def _check_layouts(pointer: Any, *others: Any) -> None:
 def load(pointer: Any, mask: Any = None, other: Any = None, **_options: Any) -> Tile:
     """From global memory. What the mask leaves out is `other`, and anything without one."""
     agent, memory = current(), pointer.memory
-    _check_layouts(pointer, mask, other)
+    check_layouts(pointer, mask, other)
     offset, wanted, region = pointer.region(mask)
     if not pointer.shape and wanted is None:
         # A loop that waits for a number looks again and again.
@@ -164,7 +165,7 @@ def _junk(dtype: torch.dtype) -> float:
 def store(pointer: Any, value: Any, mask: Any = None, **_options: Any) -> None:
     """To global memory."""
     agent, memory = current(), pointer.memory
-    _check_layouts(pointer, value, mask)
+    check_layouts(pointer, value, mask)
     offset, wanted, region = pointer.region(mask)
     # A scalar is stored by the thread that also arrives.
     memory.write(region, agent, None if pointer.shape else (agent.number, agent.time))
@@ -208,7 +209,7 @@ def _change(
     agent, memory = current(), pointer.memory
     order = _order(sem or "acq_rel", agent.machine.study)
     agent.pause()
-    _check_layouts(pointer, *operands, mask)
+    check_layouts(pointer, *operands, mask)
     offset, wanted, region = pointer.region(mask)
     data = [torch.as_tensor(plain(x)).to(memory.flat.dtype).broadcast_to(offset.shape) for x in operands]
     data = [x.reshape(-1) if wanted is None else x[wanted] for x in data]
@@ -265,18 +266,26 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
     return result
 
 
+class Outside:
+    """A barrier beyond an array's, which is a fault where it is used: not where a predicate is false."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise KernelFaultError("out of bounds", self._what, executed())
+
+
 class BarrierArray:
     """Barriers in shared memory."""
 
     def __init__(self, barriers: list[Barrier]) -> None:
         self._barriers = barriers
 
-    def index(self, i: Any) -> Barrier:
+    def index(self, i: Any) -> Any:
         """One of them."""
         i = operator.index(i)
-        if not 0 <= i < len(self._barriers):
-            raise KernelFaultError("out of bounds", f"barrier {i} of {len(self._barriers)}", executed())
-        return self._barriers[i]
+        return self._barriers[i] if 0 <= i < len(self._barriers) else Outside(f"barrier {i} of {len(self._barriers)}")
 
     def one(self) -> Barrier:
         """Of an array of one, that one."""

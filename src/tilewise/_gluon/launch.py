@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from triton.backends.nvidia.compiler import CUDAOptions
 
-from tilewise._gluon.faults import KernelFaultError
+from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.leaving_out import studied
 from tilewise._gluon.machine import Machine
 from tilewise._gluon.watching import watched
@@ -17,13 +17,24 @@ OPTIONS = {*CUDAOptions.__dataclass_fields__, "debug", "instrumentation_mode"}
 CLUSTERS = (1, 2, 4, 8, 16)
 
 
+class Launched:
+    """What a launch returns, in place of the compiled kernel: there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        message = f"{name} of a launch: the kernel ran without being compiled"
+        raise KernelFaultError("not simulated", message, executed())
+
+
 def launch(
     kernel: Any,
     grid: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]],
     positional: Sequence[Any],
     named: dict[str, Any],
     seed: int | None,
-) -> None:
+    compiler_barriers: bool,
+) -> Launched:
     """Run a launch as `kernel[grid](*positional, **named)` asks for it; what is no parameter is an option."""
     names = [parameter.name for parameter in kernel.params]
     unknown = [key for key in named if key not in names and key not in OPTIONS]
@@ -41,4 +52,6 @@ def launch(
         raise TypeError(f"{kernel.fn.__name__} needs {', '.join(missing)}")
     sizes = grid(given) if callable(grid) else grid
     with torch.no_grad():
-        Machine(seed, studied(), watched()).launch(kernel, sizes, given, named.get("num_warps", 4), ctas)
+        machine = Machine(seed, studied(), watched(), compiler_barriers)
+        machine.launch(kernel, sizes, given, named.get("num_warps", 4), ctas)
+    return Launched()

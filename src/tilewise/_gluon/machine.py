@@ -50,6 +50,8 @@ class Cta:
         # Copies into shared memory, by the barrier and the phase that count them; and what its partitions knew at
         # their ends.
         self.loads: list[tuple[int, int, Lines]] = []
+        # Copies by threads into shared memory that an mbarrier tells of.
+        self.arriving: list[Any] = []
         self.known: Clock = {}
         # The number by which other CTAs of a cluster know of its mbarrier.init, and their accesses to its shared
         # memory.
@@ -144,6 +146,10 @@ class Partition(Agent):
             what = "products" if agent.products else "copies to global memory"
             message = f"CTA {agent.cta.name}{self.role} ends while {what} still run"
             raise KernelFaultError("not waited for", message, engine.lines)
+        for load in itertools.chain(*agent.loads):
+            if not load.awaited:
+                message = f"CTA {agent.cta.name}{self.role} ends, and nothing has waited for a copy by its threads"
+                raise KernelFaultError("not waited for", message, load.lines)
 
     def join(self) -> None:
         """After it has finished."""
@@ -213,8 +219,14 @@ def _has_none(arguments: Any) -> bool:
 class Machine:
     """One launch."""
 
-    def __init__(self, seed: int | None = None, study: Study | None = None, watcher: Watcher | None = None) -> None:
-        self.study, self.watcher = study, watcher
+    def __init__(
+        self,
+        seed: int | None = None,
+        study: Study | None = None,
+        watcher: Watcher | None = None,
+        compiler_barriers: bool = True,
+    ) -> None:
+        self.study, self.watcher, self.compiler_barriers = study, watcher, compiler_barriers
         self._random = None if seed is None else random.Random(seed)
         self._numbers = itertools.count(1)
         self._memories: dict[tuple[int, torch.dtype], GlobalMemory] = {}

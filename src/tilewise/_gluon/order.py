@@ -7,7 +7,7 @@ the next one does not know of is a fault, whichever came first in this schedule.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, shown
@@ -25,6 +25,8 @@ class Scheduler(Protocol):
     study: Any
     watcher: Any
     stopped: bool
+    # Whether a thread barrier that Triton's compiler adds counts.
+    compiler_barriers: bool
 
     def next_number(self) -> int:
         """A number that no other agent has."""
@@ -56,6 +58,8 @@ class Agent:
         self.loose_reads: list[Read] = []
         self.products: list[Product] = []
         self.copies: list[Copy] = []
+        # Its threads' own copies into shared memory (cp.async), by group; the last one is open.
+        self.loads: list[list[Any]] = [[]]
         self.polled: Any = None
         self.tick()
 
@@ -76,14 +80,25 @@ class Agent:
 
     def meet(self) -> None:
         """All its threads have come to one line."""
+        self._share()
+        self.clock[self.stores] = self.store_time
+        self.store_time += 1
+
+    def _share(self) -> None:
         for write in self.stored:
             write.joined, write.visible = True, write.fenced
         self.stored = [write for write in self.stored if write.region and not write.visible]
         for read in self.loose_reads:
             read.time = self.time
         self.loose_reads = []
-        self.clock[self.stores] = self.store_time
-        self.store_time += 1
+
+    def meet_by_compiler(self) -> None:
+        """Where it would go wrong in shared memory otherwise, Triton has all threads meet: before an arrival, before
+        what reads or overwrites there, after a wait for copies. What they have stored to global memory is not looked
+        at.
+        """
+        if self.machine.compiler_barriers:
+            self._share()
 
     def look(self, memory: Any, place: int, patience: int) -> None:
         """It reads a number, in what may be a loop that waits for another: after so many looks at the same, wait for a
@@ -191,11 +206,13 @@ class Part(NamedTuple):
                 continue
             if write.flying or not agent.knows(write.agent, write.time):
                 return "read too early", f"{name} is read before it is known to be full", write.lines
-            if not by_engine and write.agent == agent.number and not write.joined:
-                # Between a partition's own stores and loads the compiler puts a barrier.
-                agent.meet()
+            if ((by_engine and write.fenced) or not write.joined) and write in agent.stored:
+                # Between a partition's own stores and loads the compiler has always put a barrier.
+                agent.meet_by_compiler() if by_engine else agent.meet()
             if not (write.visible if by_engine else write.joined):
-                missing = "fence_async_shared and then a thread barrier" if by_engine else "a thread barrier"
+                missing = "a thread barrier"
+                if by_engine:
+                    missing = "fence_async_shared" + ("" if agent.machine.compiler_barriers else f" and then {missing}")
                 return "missing fence", f"{name} is read without {missing} after its threads' store", write.lines
         return None
 
@@ -214,10 +231,11 @@ class Part(NamedTuple):
         for read in buffer.reads:
             if not read.region & self.region or agent.knows(read.agent.number, read.time):
                 continue
-            if read.agent is agent and read.engine is None and not by_engine:
+            if read.agent is agent and read.engine is None:
                 # As between stores and loads.
-                agent.meet()
-                continue
+                agent.meet_by_compiler() if by_engine else agent.meet()
+                if agent.knows(agent.number, read.time):
+                    continue
             message = f"{buffer.name} is overwritten while it may still be read: the read, then the write"
             fault = KernelFaultError("overwritten", message, read.lines, lines)
             if not isinstance(read.engine, Product) or read.engine.used:
@@ -280,6 +298,15 @@ class Barrier:
             message = f"{self.name} has more arrivals in a phase than its count of {self.count}"
             raise KernelFaultError("too many arrivals", message, executed())
         self.settle(agent.machine)
+
+    def arrive_after(self, loads: Iterable[int], count: int, machine: Scheduler, lines: Lines) -> None:
+        """Count arrivals of copies of threads (cp.async) that have landed, by their numbers."""
+        self._next |= dict.fromkeys(loads, 1)
+        self.missing -= count
+        if self.missing < 0:
+            message = f"{self.name} has more arrivals in a phase than its count of {self.count}"
+            raise KernelFaultError("too many arrivals", message, lines)
+        self.settle(machine)
 
     def settle(self, machine: Scheduler) -> None:
         """End the phase where nothing is missing."""

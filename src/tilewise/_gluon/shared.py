@@ -78,8 +78,9 @@ class Shared(View):
             raise KernelFaultError("out of bounds", message, executed())
         return self._view(self._data.narrow(dim, start, length))
 
-    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
+    def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Shared":
         """The bytes from its first one on as other elements."""
+        dtype, shape, layout = dtype or self.dtype, shape or self.shape, layout or self.layout
         data = torch.empty([operator.index(n) for n in shape], dtype=torch_dtype(dtype))
         face = self._face.reinterpreted(self._data, data, layout)
         return Shared(data, face, dtype, layout)

@@ -3,6 +3,7 @@ ones. No source is changed, so that lines are the kernel's.
 """
 
 import builtins
+import functools
 import inspect
 import operator
 import types
@@ -12,11 +13,15 @@ from typing import Any
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere_mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tilewise._assignments import HOOK
+from tilewise._gluon.ampere import ASYNC_COPY
+from tilewise._gluon.ampere import BARRIERS as AMPERE_BARRIERS
 from tilewise._gluon.cluster import CLUSTER, CLUSTER_BARRIERS, in_clusters
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
@@ -30,6 +35,8 @@ cluster = getattr(hopper, "cluster", None)
 SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
     (gl, in_clusters(LANGUAGE, computes=True)),
     (tl, in_clusters(LANGUAGE, computes=True)),
+    (async_copy, in_clusters(ASYNC_COPY)),
+    (ampere_mbarrier, in_clusters(AMPERE_BARRIERS)),
     (mbarrier, in_clusters(BARRIERS) | CLUSTER_BARRIERS),
     (tma, in_clusters(COPIES | REDUCTIONS)),
     (hopper, in_clusters(HOPPER)),
@@ -119,7 +126,7 @@ def translate(value: Any, name: str = "") -> Any:
         return _aggregate(value)
     # Decorated by constexpr_function: runs when a kernel is compiled.
     if type(value).__name__ == "ConstexprFunction":
-        return value.fn
+        return _constant(value.fn)
     if type(value) in (tuple, list):
         return type(value)(map(translate, value))
     if callable(value) and _is_of_language(value):
@@ -158,6 +165,8 @@ def _aggregate(cls: Any) -> type:
     if cls not in _classes:
         original = _original(cls)
         names = tuple(original.__annotations__)
+        # Known before its methods are adopted, which may name it.
+        _classes[cls] = adopted = type(cls.__name__, (), {})
         members = {
             name: translate(value, name)
             for name, value in inspect.getmembers(cls)
@@ -167,11 +176,12 @@ def _aggregate(cls: Any) -> type:
         if isinstance(own, JITFunction | InterpretedFunction):
             members["__init__"] = adopt(own.fn)
         elif type(own).__name__ == "ConstexprFunction":
-            members["__init__"] = own.fn
+            members["__init__"] = _setting_constants(own.fn)
         else:
             # Written by hand, or by Triton: it sets the fields.
             members["__init__"] = _setting_fields(cls.__name__, names)
-        _classes[cls] = type(cls.__name__, (), members)
+        for name, member in members.items():
+            setattr(adopted, name, member)
     return _classes[cls]
 
 
@@ -180,9 +190,29 @@ def _original(cls: Any) -> Any:
     for member in vars(cls).values():
         for cell in getattr(getattr(member, "__func__", member), "__closure__", None) or ():
             found = cell.cell_contents
-            if isinstance(found, type) and found is not cls and found.__name__ == cls.__name__:
+            if isinstance(found, type) and found is not cls and found.__qualname__ == cls.__qualname__:
                 return found
     return cls
+
+
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs when a kernel is compiled, with a constexpr's value in place of one."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return translate(function(*arguments, **named))
+
+    return call
+
+
+def _setting_constants(construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        construct(self, *arguments, **named)
+        for name, value in list(vars(self).items()):
+            setattr(self, name, value.value if isinstance(value, tl.constexpr) else value)
+
+    return call
 
 
 def _setting_fields(owner: str, names: tuple[str, ...]) -> Callable[..., None]:

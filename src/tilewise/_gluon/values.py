@@ -1,5 +1,6 @@
 """Values of a kernel: tiles with their layouts, and pointers."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Places
 from tilewise._gluon.order import Product
 
+# Of 8 bits, and the largest number of each.
+FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in FP8.values()}
 TORCH = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -25,6 +29,7 @@ TORCH = {
     "int8": torch.int8,
     "uint8": torch.uint8,
     "int1": torch.bool,
+    **FP8,
 }
 GLUON = {
     dtype: getattr(gl, {"fp": "float", "bf": "bfloat"}.get(name[:2], name[:2]) + name[2:])
@@ -68,12 +73,33 @@ def rounded(value: Any, dtype: torch.dtype) -> Any:
     if dtype is torch.float32:
         return float(np.float32(value))
     if dtype.is_floating_point:
-        return torch.tensor(value, dtype=dtype).item()
+        return to_kind(torch.tensor(float(value)), dtype).item()
     value = int(value)
     if dtype is torch.uint8:
         return value & 0xFF
     half = 1 << INTEGERS[dtype] - 1
     return value if -half <= value < half else (value + half) % (2 * half) - half
+
+
+def to_kind(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In that dtype. What is too large for 8 bits becomes the largest number there, as Hopper rounds it."""
+    if dtype in LARGEST and x.is_floating_point():
+        x = x.float().clamp(-LARGEST[dtype], LARGEST[dtype])
+    return x.to(dtype)
+
+
+class ConditionError(KernelFaultError):
+    """A tile decides what is executed, in `if`, `and`, `or` or `not`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("condition", message, executed())
+
+    def __reduce__(self) -> Any:
+        return KernelFaultError, (self.kind, self.message, *self.lines)
+
+
+# Functions of the language that are a tile's methods too, by name.
+METHODS: dict[str, Callable[..., Any]] = {}
 
 
 class Tile:
@@ -118,6 +144,8 @@ class Tile:
         return self.permute(1, 0)
 
     def __bool__(self) -> bool:
+        if isinstance(self.data, torch.Tensor) and self.data.numel() != 1:
+            raise ConditionError(f"a tile of {self.shape} where one number is needed")
         return bool(plain(self))
 
     def __index__(self) -> int:
@@ -134,7 +162,7 @@ class Tile:
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> "Tile":
         """In another dtype, rounded to nearest even."""
-        return cast(self, dtype, bitcast)
+        return cast(self, dtype, bitcast, fp_downcast_rounding)
 
     def reshape(self, *shape: Any) -> "Tile":
         """In another shape; its layout is whatever Triton infers."""
@@ -157,6 +185,8 @@ class Tile:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in METHODS:
+            return functools.partial(METHODS[name], self)
         raise KernelFaultError("not simulated", f"{name} of a tile", executed())
 
 
@@ -206,6 +236,8 @@ def common_kind(operands: Sequence[Any], divides: bool = False) -> torch.dtype |
         return torch.float32
     if kinds & {torch.float32, torch.float64}:
         return max(kinds, key=RANK.__getitem__)
+    if kinds & LARGEST.keys():
+        raise KernelFaultError("not simulated", "arithmetic in 8 bits: cast the operands first", executed())
     halves = kinds & {torch.float16, torch.bfloat16}
     if halves:
         # fp16 wins over bf16; bf16 beside whole numbers becomes fp32.
@@ -243,10 +275,10 @@ def common_layout(operands: Sequence[Any]) -> Any:
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
-    # Towards 0, as in C.
+    # Towards 0, as in C. By 0 it is some number: kernels compute places that they never use.
     if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-        return torch.div(x, y, rounding_mode="trunc")
-    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+        return torch.div(x, _divisor(y), rounding_mode="trunc")
+    return abs(x) // abs(y or 1) * (1 if (x < 0) == (y < 0) else -1)
 
 
 def fused(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -265,8 +297,12 @@ def _remainder(x: Any, y: Any) -> Any:
         result = torch.where(right.isinf(), left, fused(-torch.trunc(left / right), right, left))
         return result if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor) else result.item()
     if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-        return torch.fmod(torch.as_tensor(x), torch.as_tensor(y))
+        return torch.fmod(torch.as_tensor(x), torch.as_tensor(_divisor(y)))
     return x - _floor_divide(x, y) * y
+
+
+def _divisor(y: Any) -> Any:
+    return y.where(y != 0, 1) if isinstance(y, torch.Tensor) and not y.is_floating_point() else y
 
 
 def _divide(x: Any, y: Any) -> Any:
@@ -375,12 +411,17 @@ def expand_dims(x: Any, axis: int) -> Any:
     return Tile(plain(x).unsqueeze(axis), layout)
 
 
-def cast(x: Any, dtype: Any, bitcast: bool = False) -> Tile:
-    """In another dtype."""
+def cast(x: Any, dtype: Any, bitcast: bool = False, fp_downcast_rounding: Any = None) -> Tile:
+    """In another dtype, the same bits or rounded to nearest even."""
+    if fp_downcast_rounding not in (None, "rtne"):
+        raise KernelFaultError("not simulated", f"rounding {fp_downcast_rounding}", executed())
     tile = x if isinstance(x, Tile) else Tile(x)
     kind, value = torch_dtype(dtype), plain(tile)
+    if bitcast and kind.itemsize != tile.kind.itemsize:
+        message = f"the bits of {tile.kind} as {kind}: expected as many bits"
+        raise KernelFaultError("dtypes differ", message, executed())
     if isinstance(value, torch.Tensor):
-        return Tile(value.view(kind) if bitcast else value.to(kind), tile.layout)
+        return Tile(value.view(kind) if bitcast else to_kind(value, kind), tile.layout)
     if bitcast:
         return Tile(torch.tensor([value], dtype=tile.kind).view(kind)[0])
     return Tile(rounded(value, kind), None, kind)

@@ -53,13 +53,14 @@ def load_function(operator: Operator, implementation: Implementation) -> Callabl
 
 def _on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is on such a GPU, whose kernels in Gluon are simulated here: with few SMs, so that a CTA takes
-    several work items.
+    several work items, and with no thread barriers but their own.
     """
+    from tilewise import interpreter
     from tilewise.ops._host import backend
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        with backend.as_if_on(90), backend.few_sms(SIMULATED_SMS):
+        with backend.as_if_on(90), backend.few_sms(SIMULATED_SMS), interpreter.written_barriers():
             return function(*arguments, **named, backend="triton")
 
     return call
