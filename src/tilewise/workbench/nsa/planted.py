@@ -9,7 +9,8 @@ _FWD, _BWD, _INDEX, _BLOCKS = (
     "_device.blocks",
 )
 _SELECTED = "nsa.selected.launch"
-_CHOOSE, _COMPRESS, _COMBINE = "nsa.choose.kernels", "nsa.compress.kernels", "nsa.kernels"
+_CHOOSE, _BEST = "nsa.choose.kernels", "_device.choice"
+_COMPRESS, _COMBINE = "nsa.compress.kernels", "nsa.kernels"
 _KEPT = "kept = tl.minimum(o_t + 1, n_keys) - i_key"
 _PAIRS = "b_ds = b_p * (b_dp - b_delta[:, None])"
 
@@ -311,7 +312,7 @@ WHOLE = (
     Mutant(
         "overlap-ignored",
         "a window counts for the block it begins in alone",
-        _CHOOSE,
+        _BEST,
         "for PLANE in tl.static_range(PLANES): p_score",
         "for PLANE in tl.static_range(1):\n        p_score",
     ),
@@ -321,38 +322,38 @@ WHOLE = (
     Mutant(
         "local-lost",
         "one block fewer is forced before the query",
-        _CHOOSE,
+        _BEST,
         "(rows.i_own - CHOICE.LOCAL)",
         "(rows.i_own - CHOICE.LOCAL + 1)",
     ),
     Mutant(
         "first-lost",
         "one block fewer is forced at the start",
-        _CHOOSE,
+        _BEST,
         "(o_j < CHOICE.INIT)",
         "(o_j < CHOICE.INIT - 1)",
     ),
     Mutant(
         "future-block",
         "the block after the own one may be chosen",
-        _CHOOSE,
+        _BEST,
         "o_j[None, :] <= rows.i_own[:, None]",
         "o_j[None, :] <= rows.i_own[:, None] + 1",
     ),
-    Mutant("one-more", "one block too many is taken", _CHOOSE, "n_equal = COUNT - ", "n_equal = COUNT + 1 - "),
+    Mutant("one-more", "one block too many is taken", _BEST, "n_equal = COUNT - ", "n_equal = COUNT + 1 - "),
     Mutant(
         "worst-first",
         "the limit is not raised to the best scores",
-        _CHOOSE,
+        _BEST,
         "last = tl.where(count >= COUNT, higher, last)",
         "last = last",
     ),
     Mutant(
         "zero-padding",
         "0 stands where there is no further block",
-        _CHOOSE,
-        "tl.full([BLOCK_R, COUNT_P], -1, tl.int32)",
-        "tl.full([BLOCK_R, COUNT_P], 0, tl.int32)",
+        _BEST,
+        "tl.full([ROWS, COUNT_P], -1, tl.int32)",
+        "tl.full([ROWS, COUNT_P], 0, tl.int32)",
     ),
     Mutant("wrong-gate", "the window takes the selected branch's gate", _COMBINE, "gated(x2, gate2", "gated(x2, gate1"),
     Mutant(

@@ -2,6 +2,7 @@
 
 import torch
 
+from tilewise.ops._device.choice import Choice
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import (
     Launch,
@@ -20,7 +21,6 @@ from tilewise.ops.flash.configs import family
 from tilewise.ops.flash.launch import LOG2E
 from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.choose.kernels import (
-    Choice,
     ScoresTile,
     Windows,
     nsa_choose_best_kernel,
