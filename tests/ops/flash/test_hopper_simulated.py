@@ -2,6 +2,8 @@
 schedule, and no statement that synchronises without a use.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tilewise.verify.leave_out import leave_out
 from tilewise.verify.plan import DTYPES, plan
 from tilewise.verify.result import HOPPER, NOTE, SCHEDULE, Check, Implementation, Settings
 from tilewise.verify.run import NOT_TAKEN, Runner
+from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash.cases import SUITE
 from tilewise.workbench.flash.planted_sync import SYNC
 
@@ -120,3 +123,18 @@ def test_bugs_of_values_are_caught(monkeypatch):
     found = {bug.name: bug.caught for bug in score(FLASH, (), DTYPES, Settings())}
     assert len(found) == 30
     assert [name for name, caught in found.items() if not caught] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("order", ["opened", "cleared"])
+def test_bugs_are_caught_in_a_free_order(order):
+    place = Path(__file__).with_name("free_orders.py")
+    implementation = Implementation(f"{place}:{order}", "cpu", external=True, interpreted=True)
+    checks = tuple(Check("flash", implementation, case, "bf16") for case in (*SUITE.leave_out, *SUITE.hopper))
+    # A forward has no order of additions.
+    bugs = [bug.name for bug in SUITE.planted_for_hopper() if bug.module != "flash.hopper.fwd"]
+    jobs = [Job(checks, name, until_failure=True) for name in ("", *bugs)]
+    right, *missed = [results[-1].passed for results in run_jobs(jobs)]
+    assert right
+    assert [name for name, passed in zip(bugs, missed, strict=True) if passed] == []
