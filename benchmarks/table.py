@@ -176,6 +176,31 @@ def _version(row: Mapping[str, Any]) -> str:
     return row["case"] + (f", {row['version']}" if row["version"] != "now" else "")
 
 
+def decode_lines(document: Mapping[str, Any]) -> list[str]:
+    """A row a case: the memory's limit and each contender's µs; what share of the limit ours reaches."""
+    rows = [row for row in document["rows"] if "graph_milliseconds" in row]
+    names = list(dict.fromkeys(name for row in rows for name in row["graph_milliseconds"]))
+    cells = [
+        [
+            row["case"],
+            _number(1e3 * row["limit_milliseconds"], 0),
+            *(_number(_over(row["graph_milliseconds"].get(name), 1e-3), 1) for name in names),
+            f"{100 * row['share_of_limit']['tilewise']:.0f} %",
+            _number(row["to_the_best_other"], 2),
+        ]
+        for row in rows
+    ]
+    columns = ["bf16, µs", "limit", *(PEERS.get(name, name) for name in names), "of the limit", "ours / best other"]
+    found = markdown(columns, cells)
+    for row in document["rows"]:
+        if "microseconds" in row:
+            found += [
+                "",
+                *markdown([row["case"], *row["microseconds"]], [["µs", *map(str, row["microseconds"].values())]]),
+            ]
+    return found
+
+
 def plain_lines(document: Mapping[str, Any]) -> list[str]:
     """Any other document: a table for each unit and set of contenders, a row a case."""
     tables: dict[tuple[str, ...], list[list[str]]] = {}
@@ -204,7 +229,7 @@ def _measured(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
                 yield row["case"], unit, row[unit]
 
 
-LINES = {"flash": flash_lines, "host": host_lines, "cold": cold_lines}
+LINES = {"flash": flash_lines, "host": host_lines, "cold": cold_lines, "decode": decode_lines}
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:

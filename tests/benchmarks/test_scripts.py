@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
+import decode
 import flash
 import flash_layouts
 import harness
@@ -50,12 +51,14 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
     monkeypatch.setattr(harness, "need_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for script in (flash, flash_layouts, hstu):
+    for script in (decode, flash, flash_layouts, hstu):
         monkeypatch.setattr(script, "Clock", lambda device: Clock(torch.device("cpu")))
         if hasattr(script, "take_turns"):
             brief = script.take_turns
-            monkeypatch.setattr(script, "take_turns", lambda *given, brief=brief: brief(*given, seconds=0.0))
-    monkeypatch.setattr(flash, "host_times", lambda calls, *_, **__: {name: {"host": 1.26} for name in calls})
+            monkeypatch.setattr(script, "take_turns", lambda *given, brief=brief, **_: brief(*given, seconds=0.0))
+    for script in (decode, flash):
+        monkeypatch.setattr(script, "host_times", lambda calls, *_, **__: {name: {"host": 1.26} for name in calls})
+    monkeypatch.setattr(decode, "captured", lambda step: step)
     monkeypatch.setattr(hstu, "graph_milliseconds", lambda clock, step: clock.run([step], 1)[0])
     with OnTheCpu():
         yield
@@ -76,6 +79,22 @@ def run(script, monkeypatch, tmp_path, capsys):
     # What is measured is said before it is, not after.
     assert re.match(r" +0 s  \w", printed)
     return document
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_decode(monkeypatch, tmp_path, capsys):
+    shapes = (
+        decode.Shape(2, 1, 64, 4, 2, 16),
+        decode.Shape(2, 1, 64, 4, 2, 16, page=16),
+        decode.Shape(1, 65, 64, 4, 2, 16),
+    )
+    monkeypatch.setattr(decode, "shapes", lambda: iter(shapes))
+    monkeypatch.setattr(decode, "COLD_BYTES", 2 * shapes[0].cache_bytes)
+    monkeypatch.setattr(decode, "BASELINES", {"fa2": decode.SDPBackend.MATH})
+    step, paged, prefill, called = run(decode, monkeypatch, tmp_path, capsys)["rows"]
+    assert list(step["graph_milliseconds"]) == ["tilewise", "fa2"]
+    assert list(paged["graph_milliseconds"]) == list(prefill["graph_milliseconds"]) == ["tilewise", "dense"]
+    assert called["microseconds"] == {"tilewise": 1.3, "sdpa": 1.3}
 
 
 @pytest.mark.usefixtures("on_the_cpu", "no_flash_attn")

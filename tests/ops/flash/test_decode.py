@@ -41,9 +41,9 @@ def test_an_entry_depends_on_nothing_but_itself(place, options):
 @pytest.mark.gpu
 def test_splits_follow_an_entrys_own_length(device):
     """Long enough to be split without being asked: the same as alone, in pages, and next to longer ones."""
-    call = dense(device, lengths=(1030, 515, 3), room=1100, queries=1)
+    call = dense(device, lengths=(1600, 515, 3), room=1700, queries=1)
     whole = run(call, "triton")
-    assert configs.most_splits(1, 2, 2, 1100, 0, 64) > 3
+    assert configs.most_splits(1, 2, 2, 1700, 0, 64) > 3
     for b in range(3):
         alone = {name: x[b : b + 1] for name, x in call.items()}
         assert same(run(alone, "triton"), tuple(x[b : b + 1] for x in whole)), b

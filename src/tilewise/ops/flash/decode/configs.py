@@ -12,13 +12,13 @@ from tilewise.ops.flash.configs import WIDTHS, Family, family
 
 # Beyond this many queries keys are not split, unless that is asked for.
 SPLIT_TOKENS = 64
-# Of all KV heads, tiles of 16 rows times splits that an entry's queries make: several for each SM of a large GPU, so
-# that one long sequence keeps it busy.
-WORK = 512
+# Of all KV heads, tiles of 16 rows times splits that an entry's queries make: two for each SM of a large GPU, where as
+# many run at a time, so that one long sequence keeps it busy.
+WORK = 264
 # Keys of a split, at least; and for each row of its KV head, so that writing and reading the row in fp32 moves at most
-# an eighth of the bytes of K and V.
-LEAST_KEYS = 256
-KEYS_A_ROW = 16
+# a sixteenth of the bytes of K and V.
+LEAST_KEYS = 512
+KEYS_A_ROW = 32
 # Splits that the merge adds up at a time.
 MERGED = 16
 # Rows of new keys that a program copies.

@@ -5,9 +5,9 @@ once for all of them. An entry's keys are cut into splits by its own numbers alo
 tile and one split and keeps Q on chip, while K and V tiles of BLOCK_N rows stream through. Where an entry has one split
 its output is written at once, else each split's in fp32 with its LSE, and the merge adds them up in order.
 Operations: 2 · BLOCK_M · BLOCK_N · (D + Dv) a step. Bytes from memory: K and V once for each tile of queries, from the
-L2 cache for all but the first; of a split also its rows' output in fp32, written and read, at most an eighth of K and V
-(`configs.KEYS_A_ROW`). On chip: stages · BLOCK_N · (D + Dv) elements of shared memory, BLOCK_M · (Dv + BLOCK_N) fp32 in
-registers.
+L2 cache for all but the first; of a split also its rows' output in fp32, written and read, at most a sixteenth of K and
+V (`configs.KEYS_A_ROW`). On chip: stages · BLOCK_N · (D + Dv) elements of shared memory, BLOCK_M · (Dv + BLOCK_N) fp32
+in registers.
 
 Lengths, padding and pages are read on the device: a program behind its entry's end stops at once, and what lies out of
 range counts as absent.
@@ -138,6 +138,13 @@ def split_keys(n_queries, first, end, left, SHAPE: tl.constexpr, RULE: tl.conste
 
 
 @triton.jit
+def page_of(keys, i_n, PAGE: tl.constexpr):
+    """The page that key `i_n` lies in; -1 where there is none, or its number is out of range."""
+    page = tl.load(keys.p_table + i_n // PAGE, mask=i_n < keys.rows.n_rows, other=-1)
+    return tl.where((page >= 0) & (page < keys.n_pages), page, -1).to(tl.int32)
+
+
+@triton.jit
 def load_keys(keys, i_n, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
     """Rows `i_n .. i_n + BLOCK_N` of keys or values as [BLOCK_N, BLOCK_D], 0 where there is none; and which exist."""
     o_n = i_n + tl.arange(0, BLOCK_N)
@@ -147,17 +154,18 @@ def load_keys(keys, i_n, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.con
     if PAGE is None:
         p_head += tl.cast(keys.rows.i_b, tl.int64) * strides.batch + tl.cast(i_n, tl.int64) * strides.token
         p_rows = p_head + tl.arange(0, BLOCK_N).to(tl.int64) * strides.token
-    elif PAGE % BLOCK_N == 0:
-        # The tile lies in one page.
-        page = tl.load(keys.p_table + i_n // PAGE).to(tl.int64)
-        exists = (page >= 0) & (page < keys.n_pages)
-        m_n = m_n & exists
-        row = tl.cast(i_n % PAGE, tl.int64) + tl.arange(0, BLOCK_N)
-        p_rows = p_head + (tl.where(exists, page, 0) * strides.batch + row * strides.token)
+    elif PAGE % BLOCK_N == 0 or BLOCK_N % PAGE == 0:
+        # The tile lies in one page, or is some whole ones: a number each, which costs less than one for each row.
+        o_page = page_of(keys, i_n, PAGE)
+        for P in tl.static_range(1, BLOCK_N // PAGE):
+            o_page = tl.where(tl.arange(0, BLOCK_N) // PAGE < P, o_page, page_of(keys, i_n + P * PAGE, PAGE))
+        m_n = m_n & (o_page >= 0)
+        row = tl.cast(i_n % PAGE, tl.int64) + tl.arange(0, BLOCK_N) % PAGE
+        p_rows = p_head + (o_page.to(tl.int64) * strides.batch + row * strides.token)
     else:
-        o_page = tl.load(keys.p_table + o_n // PAGE, mask=o_n < keys.rows.n_rows, other=-1).to(tl.int64)
-        m_n = m_n & (o_page >= 0) & (o_page < keys.n_pages)
-        p_rows = p_head + (o_page * strides.batch + (o_n % PAGE).to(tl.int64) * strides.token)
+        o_page = page_of(keys, o_n, PAGE)
+        m_n = m_n & (o_page >= 0)
+        p_rows = p_head + (o_page.to(tl.int64) * strides.batch + (o_n % PAGE).to(tl.int64) * strides.token)
     o_d = tl.arange(0, BLOCK_D)
     m_x = m_n[:, None]
     if D != BLOCK_D:
