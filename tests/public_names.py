@@ -8,7 +8,7 @@ parameter or an option may be added; one that is removed or renamed breaks someb
 PARAMETERS = {
     "tilewise.flash_attention": (
         "q k v * causal window_size scale softcap cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
-        "return_lse deterministic backend"
+        "sinks seqused_k leftpad_k page_table num_splits return_lse deterministic backend"
     ),
     "tilewise.flash_attention_with_kvcache": (
         "q k_cache v_cache k v * cache_seqlens leftpad_k page_table causal window_size scale softcap sinks "

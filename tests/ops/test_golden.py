@@ -23,8 +23,7 @@ from tilewise.ops.nsa.reference import choice_scores, compress_mean
 FILES = sorted((Path(__file__).parents[1] / "golden").glob("*.npz"))
 CPU = torch.device("cpu")
 GATES = ("gate_cmp", "gate_slc", "gate_swa")
-# What recorded inputs are called in a function's signature.
-CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+# What the recorded inputs of native_sparse_attend are called in its signature.
 ATTEND = {"q": "fq", "k": "fk", "v": "fv", "indices": "selected_block_indices", "mask": "fmask"}
 
 
@@ -39,10 +38,7 @@ def of_flash(leaves, params, backend):
 
 
 def of_cache(leaves, params, backend):
-    """Recorded for flash_attention's arguments, too."""
-    if "window_size" in params:
-        params["window_size"] = tuple(params["window_size"])
-    leaves = {CACHE.get(name, name) if "k_cache" not in leaves else name: x for name, x in leaves.items()}
+    params["window_size"] = tuple(params["window_size"])
     outputs = flash_attention_with_kvcache(**leaves, **params, return_lse=True, backend=backend)
     return named("o", "lse")(outputs) | {name: leaves[name] for name in ("k_cache", "v_cache")}
 
@@ -100,10 +96,8 @@ def of_layer(leaves, params, backend):
 
 # By how the name of a file starts, the first that fits; and how many files there are.
 FUNCTIONS = {
-    "flash-paged": (of_cache, 1),
-    "flash-leftpad": (of_cache, 1),
+    "flash-": (of_flash, 12),
     "kvcache-": (of_cache, 1),
-    "flash-": (of_flash, 10),
     "nsa-": (of_native, 3),
     "selected-": (of_selected, 1),
     "native-sparse-attend": (of_attend, 2),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_calls import clones, dense, paged
 
-from tilewise import flash_attention_with_kvcache
+from tilewise import flash_attention, flash_attention_with_kvcache
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash.decode import configs, launch
 
@@ -96,6 +96,58 @@ def test_empty_calls(place):
     o, lse = run(dense(device, lengths=(0, 0)), backend, sinks=sinks)
     assert not o.any()
     torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
+
+
+def packed_queries(device):
+    """Of a long prefill, one token and none, over caches of more keys."""
+    call = dense(device, lengths=(70, 33, 5, 41), queries=0)
+    q = torch.randn(71, 4, 16, generator=torch.Generator().manual_seed(5)).to(device)
+    cu = torch.tensor([0, 66, 67, 67, 71], device=device)
+    pages = paged(call)
+    keys = {"k": call["k_cache"], "v": call["v_cache"]}, {"k": pages["k_cache"], "v": pages["v_cache"]}
+    shared = {"q": q, "cu_seqlens_q": cu, "seqused_k": call["cache_seqlens"], "return_lse": True}
+    return keys[0] | shared, keys[1] | shared | {"page_table": pages["page_table"]}
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3)} | SPLITS], ids=["causal", "splits"])
+def test_packed_queries_over_a_cache(place, options):
+    backend, device = place
+    in_rows, in_pages = packed_queries(device)
+    o, lse = flash_attention(**in_rows, **options, backend=backend)
+    assert same(flash_attention(**in_pages, **options, backend=backend), (o, lse))
+    expected = flash_attention(**in_rows, **options, backend="reference")
+    for x, y in zip((o, lse), expected, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_splits_without_a_cache_have_gradients(device, packed):
+    generator = torch.Generator().manual_seed(0)
+    rows = {"q": (80,), "k": (113,), "v": (113,)} if packed else {"q": (2, 40), "k": (2, 70), "v": (2, 70)}
+    heads = {"q": (4, 16), "k": (2, 16), "v": (2, 24)}
+    leaves = {x: torch.randn(*rows[x], *heads[x], generator=generator).to(device).requires_grad_() for x in "qkv"}
+    leaves["sinks"] = torch.randn(4, generator=generator).to(device).requires_grad_()
+    cu = {"cu_seqlens_q": [0, 5, 5, 71, 80], "cu_seqlens_k": [0, 70, 73, 73, 113]} if packed else {}
+    offsets = {name: torch.tensor(ends, device=device) for name, ends in cu.items()}
+    results = []
+    for backend, splits in (("triton", 3), ("reference", 0)):
+        o = flash_attention(**leaves, **offsets, causal=True, num_splits=splits, backend=backend)
+        results.append((o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_flash_attention_says_what_goes_together():
+    in_rows, in_pages = packed_queries("cpu")
+    with pytest.raises(ValueError, match="cu_seqlens_k is given with seqused_k, leftpad_k or page_table"):
+        flash_attention(**in_rows, cu_seqlens_k=in_rows["cu_seqlens_q"])
+    with pytest.raises(ValueError, match="page_table is given without seqused_k"):
+        flash_attention(**in_pages | {"seqused_k": None})
+    with pytest.raises(ValueError, match="cu_seqlens_q holds 3"):
+        flash_attention(**in_rows | {"cu_seqlens_q": torch.tensor([0, 66, 67, 71])})
+    with pytest.raises(RuntimeError, match="k requires grad: flash_attention with seqused_k, .* is for inference"):
+        flash_attention(**in_rows | {"k": in_rows["k"].clone().requires_grad_()})
 
 
 def unchecked(call, added, splits=0):

@@ -19,7 +19,7 @@ def operator_arguments(backend, device, packed):
     q, k, v = leaves(device, packed=packed)
     offsets = torch.tensor([0, 7, 7, 20], device=device) if packed else None
     sinks = torch.randn(2, device=device).requires_grad_() if packed else None
-    return (q, k, v, offsets, offsets, sinks, None, None, True, -1, -1, 0.25, 0.0, True, backend)
+    return (q, k, v, offsets, offsets, sinks, None, None, 0, True, -1, -1, 0.25, 0.0, True, backend)
 
 
 @pytest.mark.parametrize("packed", first_quick([False, True]), ids=["dense", "packed"])
@@ -27,7 +27,9 @@ def test_opcheck(place, packed):
     backend, device = place
     arguments = operator_arguments(backend, device, packed)
     library.opcheck(api.flash_forward.overload, arguments)
-    q, k, v, cu_q, cu_k, sinks, _, _, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    q, k, v, cu_q, cu_k, sinks, _, _, _, *options = (
+        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments
+    )
     o, lse = api.flash_forward(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))
     library.opcheck(
         api.flash_backward.overload,

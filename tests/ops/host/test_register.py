@@ -11,7 +11,7 @@ from tilewise.ops.flash import api
 def arguments(**options):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 12, 2, 16, generator=generator).requires_grad_() for _ in range(3))
-    return q, k, v, None, None, None, None, None, True, -1, -1, 0.25, 0.0, True, "cpu"
+    return q, k, v, None, None, None, None, None, 0, True, -1, -1, 0.25, 0.0, True, "cpu"
 
 
 def test_both_ways_agree_bit_for_bit():

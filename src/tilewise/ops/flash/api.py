@@ -8,6 +8,7 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.backend import HAS_TRITON, resolve_backend
 from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.flash import cpu, reference
+from tilewise.ops.flash.decode.api import attend_cached
 
 if HAS_TRITON:
     from tilewise.ops.flash import launch
@@ -28,6 +29,10 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     sinks: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    num_splits: int = 0,
     return_lse: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
@@ -52,6 +57,15 @@ def flash_attention(
             are checked.
         sinks: one more score for each query head, `[Hq]`, fp16, bf16 or fp32: it takes part in every row's softmax and
             in the LSE, and has no value. It is neither scaled nor capped nor masked; -inf means none. Differentiable.
+        seqused_k: of k and v `[B, T_max, Hk, ·]` the first seqused_k[b] exist, int32 or int64 `[B]`; alignment is at
+            that length. q may be packed by cu_seqlens_q. It, leftpad_k and page_table are for inference: they raise
+            where grad mode is on and a tensor requires grad.
+        leftpad_k: int32 or int64 `[B]`: the first leftpad_k[b] keys do not exist either. Not with page_table.
+        page_table: int32 or int64 `[B, P]`: k and v are pools `[pages, page_size, Hk, ·]`, page_size a multiple of 16;
+            key j of entry b is row `j % page_size` of page `page_table[b, j // page_size]`. Wants seqused_k.
+        num_splits: into how many parts each entry's keys are split, to be computed at once; their results are merged in
+            order. 0 chooses, where seqused_k, leftpad_k or page_table are given, by the entry's own numbers; 1 never
+            splits.
         return_lse: also return the LSE.
         deterministic: the same inputs give the same bits; False allows a backward to give that up for speed, where one
             gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.
@@ -63,14 +77,25 @@ def flash_attention(
         sum of exponentials, fp32 `[B, Hq, Tq]` (or `[Hq, Nq]`), differentiable too. A row that sees no key gives 0 and
         -inf, and gradients of 0; with a sink its LSE is the sink.
 
-    Values in offsets and sinks are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
-    synchronisation).
+    Values in offsets, lengths, pages and sinks are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1
+    (it costs a synchronisation).
     """
     if not deterministic:
         # Decided here, at the forward, and part of what a remembered problem is found by.
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if seqused_k is not None or leftpad_k is not None or page_table is not None:
+        if cu_seqlens_k is not None:
+            raise ValueError(
+                "cu_seqlens_k is given with seqused_k, leftpad_k or page_table: their keys are not packed; leave it out"
+            )
+        return attend_cached(
+            (q, k, v, cu_seqlens_q, seqused_k, leftpad_k, page_table, sinks),
+            (max_seqlen_q, causal, window_size, scale, softcap, num_splits, backend),
+            return_lse,
+        )
     given: tuple[Any, ...] = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    options: tuple[Any, ...] = causal, window_size, scale, softcap, max_seqlen_q, max_seqlen_k, deterministic, backend
+    lengths = max_seqlen_q, max_seqlen_k
+    options: tuple[Any, ...] = *lengths, num_splits, causal, window_size, scale, softcap, deterministic, backend
     made = flash_forward.call(given, options, _prepare)
     o, lse = _by_reference(*given, *options) if made is None else made
     return (o, lse) if return_lse else o
@@ -83,17 +108,19 @@ def _prepare(
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    num_splits: int,
     causal: bool,
     window_size: tuple[int, int],
     scale: float | None,
     softcap: float,
-    max_q: int | None,
-    max_k: int | None,
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Any, ...] | None:
     """The arguments of `flash_forward`, checked; None where the reference is to compute."""
     backend = _check(q, k, v, window_size, softcap, cu_q, cu_k, sinks, max_q, max_k, backend)
+    checks.check_whole(num_splits, "num_splits", 0)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     else:
@@ -113,6 +140,7 @@ def _prepare(
         None if sinks is None else sinks.contiguous(),
         max_q,
         max_k,
+        num_splits,
         causal,
         left,
         right,
@@ -130,12 +158,13 @@ def _by_reference(
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    _splits: int,
     causal: bool,
     window_size: tuple[int, int],
     scale: float | None,
     softcap: float,
-    max_q: int | None,
-    max_k: int | None,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cu_k = cu_q if cu_k is None else cu_k
@@ -223,6 +252,7 @@ def _run_forward(
     sinks: torch.Tensor | None,
     max_q: int | None,
     max_k: int | None,
+    num_splits: int,
     causal: bool,
     left: int,
     right: int,
@@ -234,7 +264,8 @@ def _run_forward(
     _check_values(q, k, cu_q, cu_k, sinks, max_q, max_k)
     if backend == "cpu":
         return cpu.forward(q, k, v, cu_q, cu_k, cpu.Options(causal, (left, right), scale, softcap, sinks))
-    return launch.forward(launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap, sinks))
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, causal, left, right, scale, softcap, sinks, num_splits)
+    return launch.forward(inputs)
 
 
 def _plan_forward(
@@ -246,9 +277,11 @@ def _plan_forward(
     sinks: torch.Tensor | None,
     max_q: int | None,
     max_k: int | None,
+    num_splits: int,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch.plan_forward(launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])._replace(sinks=sinks))
+    inputs = launch.make_inputs(q, k, v, cu_q, cu_k, *options[:5])
+    return launch.plan_forward(inputs._replace(sinks=sinks, num_splits=num_splits))
 
 
 def _plan_backward(
@@ -327,8 +360,8 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, cu_q, cu_k, sinks = inputs[:6]
-    # Not the lengths, which a backward need not check again.
-    ctx.options = inputs[8:]
+    # Neither the lengths, which a backward need not check again, nor splits, which it does not have.
+    ctx.options = inputs[9:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
 
@@ -338,7 +371,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     if do is None:
         do = torch.zeros_like(o)
     dq, dk, dv, dsinks = flash_backward.call_checked((do, dlse, q, k, v, o, lse, cu_q, cu_k, sinks), ctx.options)
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.options))
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * (3 + len(ctx.options))
 
 
 _OPTIONS = (
@@ -353,7 +386,7 @@ flash_backward = register(
 )
 flash_forward = register(
     "flash_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, Tensor? sinks, SymInt? max_q, SymInt?"
-    f" max_k, {_OPTIONS}) -> (Tensor o, Tensor lse)",
+    f" max_k, SymInt num_splits, {_OPTIONS}) -> (Tensor o, Tensor lse)",
     _run_forward,
     _fake_forward,
     _differentiate,

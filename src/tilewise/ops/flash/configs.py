@@ -21,7 +21,7 @@ WIDTHS = (32, 64, 128, 256)
 
 class Inputs(NamedTuple):
     """One call's tensors and numbers: packed where cu_q is given, window limits None or >= 0 (causal is right = 0),
-    softcap 0 for none, sinks one a query head or None.
+    softcap 0 for none, sinks one a query head or None, num_splits 0 for a number of our choice.
 
     With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
     then, and right may be < 0.
@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
     softcap: float
     key_stride: int | None = None
     sinks: torch.Tensor | None = None
+    num_splits: int = 0
 
     @property
     def heads(self) -> int:
@@ -62,6 +63,7 @@ def make_inputs(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Inputs:
     """Inputs from the public arguments. A limit that cuts nothing is dropped, so that it cannot overflow and lengths
     share a kernel.
@@ -72,7 +74,7 @@ def make_inputs(
     right = 0 if causal else right
     left_cuts, right_cuts = 0 <= left < k.shape[-3] - 1, 0 <= right < q.shape[-3] - 1
     limits = left if left_cuts else None, right if right_cuts else None
-    return Inputs(q, k, v, cu_q, cu_k, *limits, scale, softcap, sinks=sinks)
+    return Inputs(q, k, v, cu_q, cu_k, *limits, scale, softcap, sinks=sinks, num_splits=num_splits)
 
 
 class Config(NamedTuple):

@@ -28,6 +28,8 @@ from tilewise.ops.flash import configs
 from tilewise.ops.flash.configs import Config, Problem
 from tilewise.ops.flash.configs import Inputs as Inputs
 from tilewise.ops.flash.configs import make_inputs as make_inputs
+from tilewise.ops.flash.decode import configs as decode_configs
+from tilewise.ops.flash.decode import launch as decode_launch
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.configs import Direction
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
@@ -183,6 +185,8 @@ def plan_forward(
     choose.
     """
     q, v = inputs.q, inputs.v
+    if inputs.num_splits > 1:
+        return decode_launch.plan_forward(_by_splits(inputs))
     shape = q.shape
     o = q.new_empty((*shape[:-1], v.shape[-1]))
     lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
@@ -196,6 +200,27 @@ def plan_forward(
         launched = forward_launch(inputs, o, lse, config or _choose("fwd", inputs), taps)
     emit(q, launched)
     return o, lse
+
+
+def _by_splits(inputs: Inputs) -> decode_configs.Inputs:
+    """The same call for the kernels that split its keys."""
+    return decode_configs.Inputs(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.cu_q,
+        None,
+        None,
+        None,
+        inputs.sinks,
+        inputs.k.shape[-3],
+        inputs.left,
+        inputs.right,
+        inputs.scale,
+        inputs.softcap,
+        inputs.num_splits,
+        inputs.cu_k,
+    )
 
 
 def prepare_launch(

@@ -86,7 +86,7 @@ def native_sparse_attend(
         )
         o = o.transpose(1, 2)
         if return_sliding_window_out:
-            numbers = None, None, True, block_size, 0, scale, 0.0, True, backend
+            numbers = None, None, 0, True, block_size, 0, scale, 0.0, True, backend
             o_win, lse_win = flash_forward.call_checked((q, k, v, None, None, None), numbers)
             near = o_win.transpose(1, 2), lse_win
     if near is None:

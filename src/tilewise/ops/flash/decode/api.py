@@ -102,30 +102,23 @@ def flash_attention_with_kvcache(
 
 
 def attend_cached(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    cu_seqlens_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    scale: float | None,
-    softcap: float,
-    num_splits: int,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attention over keys of which some exist, or by splits: output and LSE."""
+    given: tuple[Any, ...], options: tuple[Any, ...], return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """flash_attention over keys of which some exist.
+
+    Given q, k, v, cu_seqlens_q, seqused_k, leftpad_k, page_table and sinks; options are max_seqlen_q, causal,
+    window_size, scale, softcap, num_splits and backend.
+    """
+    q, k, v, *entries = given
+    max_q, *others = options
+    _, lengths, _, table, sinks = entries
     check_no_gradient("flash_attention with seqused_k, leftpad_k or page_table", q=q, k=k, v=v, sinks=sinks)
-    if page_table is not None and seqused_k is None:
+    if table is not None and lengths is None:
         raise ValueError("page_table is given without seqused_k: give the number of keys of each entry, [B]")
-    at = 0 if seqused_k is not None or k.dim() != 4 else k.shape[1]
-    given = (q, k, v, None, None, cu_seqlens_q, seqused_k, leftpad_k, page_table, sinks)
-    return _call(given, (max_seqlen_q, at, causal, window_size, scale, softcap, num_splits, backend), False)
+    # Without lengths all keys exist.
+    at = 0 if lengths is not None or not isinstance(k, checks.TENSORS) or k.dim() != 4 else k.shape[1]
+    o, lse = _call((q, k, v, None, None, *entries), (max_q, at, *others), False)
+    return (o, lse) if return_lse else o
 
 
 def _call(given: tuple[Any, ...], options: tuple[Any, ...], is_cache: bool) -> tuple[torch.Tensor, torch.Tensor]:

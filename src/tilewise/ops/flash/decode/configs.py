@@ -29,7 +29,8 @@ FARTHEST = 2**30
 
 class Inputs(NamedTuple):
     """One call's tensors and numbers: k and v are caches `[B, T_max, Hk, ·]`, or pools `[pages, page_size, Hk, ·]`
-    with a table; entry b has lengths[b] + `added` keys, without lengths `added`; window limits None or >= 0.
+    with a table, or packed with cu_k; entry b has lengths[b] + `added` keys, without lengths `added`; window limits
+    None or >= 0.
     """
 
     q: torch.Tensor
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     scale: float
     softcap: float
     num_splits: int
+    cu_k: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -60,7 +62,7 @@ class Inputs(NamedTuple):
 
 def room_of(cache: torch.Tensor, table: torch.Tensor | None) -> int:
     """Keys of an entry that a cache, or a page table, has room for."""
-    return cache.shape[1] if table is None else table.shape[1] * cache.shape[1]
+    return cache.shape[-3] if table is None else table.shape[1] * cache.shape[-3]
 
 
 def make_inputs(
@@ -111,13 +113,14 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# (family, bytes an element) -> for each of flash attention's WIDTHS keys per tile, warps and stages.
-_FP32 = ((32, 4, 3), (32, 4, 3), (32, 4, 2), (16, 4, 2))
-TABLE: dict[tuple[Family, int], tuple[tuple[int, int, int], ...]] = {
-    ("hopper", 2): ((128, 4, 4), (128, 4, 3), (64, 4, 3), (32, 8, 3)),
-    ("blackwell", 2): ((128, 4, 4), (128, 4, 3), (64, 4, 3), (32, 8, 3)),
-    ("medium", 2): ((128, 4, 3), (64, 4, 3), (64, 4, 2), (32, 8, 2)),
-    ("small", 2): ((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 8, 2)),
+# (family, bytes an element) -> for each of flash attention's WIDTHS the most rows of queries per tile, keys, warps and
+# stages.
+_FP32 = ((64, 32, 4, 3), (64, 32, 4, 3), (32, 32, 4, 2), (16, 16, 4, 2))
+TABLE: dict[tuple[Family, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("hopper", 2): ((128, 128, 4, 4), (128, 128, 4, 3), (128, 64, 4, 3), (64, 32, 8, 3)),
+    ("blackwell", 2): ((128, 128, 4, 4), (128, 128, 4, 3), (128, 64, 4, 3), (64, 32, 8, 3)),
+    ("medium", 2): ((128, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 32, 8, 2)),
+    ("small", 2): ((128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 8, 2)),
     ("hopper", 4): _FP32,
     ("blackwell", 4): _FP32,
     ("medium", 4): _FP32,
@@ -132,10 +135,8 @@ def choose(rows: int | None, channels: int, value_channels: int, element_size: i
     """The tiles for entries with so many query rows a KV head (None: packed), on an architecture (90 for an H100)."""
     widest = max(channels, value_channels)
     at = next(i for i, limit in enumerate(WIDTHS) if widest <= limit)
-    block_n, num_warps, num_stages = TABLE[family(architecture), element_size][at]
-    most = 128 if element_size == 2 and widest <= 128 else 64 if element_size == 2 or widest <= 128 else 16
-    wanted = PACKED_ROWS if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
-    block_m = min(wanted, most)
+    most, block_n, num_warps, num_stages = TABLE[family(architecture), element_size][at]
+    block_m = min(PACKED_ROWS if rows is None else 1 << (max(rows, 16) - 1).bit_length(), most)
     return Config(block_m, block_n, 8 if block_m == 128 else num_warps, num_stages)
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_slot
+from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
 from tilewise.ops._device.scores import cap_scores, keep, key_range, online_softmax_step, softmax_finish
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
@@ -30,8 +30,9 @@ SIZES = (
 
 
 class Cache(NamedTuple):
-    """Which keys exist: lengths and left padding of the entries, pages; each a pointer or None."""
+    """Which keys exist: offsets of packed ones, lengths and left padding of entries, pages; each a pointer or None."""
 
+    cu: Any
     lengths: Any
     leftpad: Any
     table: Any
@@ -91,6 +92,14 @@ class Splits(NamedTuple):
     count: Any
 
 
+class Entry(NamedTuple):
+    """An entry's keys: in packed ones the first row of all; the first that exists, and their end."""
+
+    start: Any
+    first: Any
+    end: Any
+
+
 class Keys(NamedTuple):
     """Keys or values of one head of one entry: its rows, those before `first` and what lies in pages out of range
     left out.
@@ -103,27 +112,30 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def entry_keys(cache, i_b, n_keys, added):
-    """The first key of entry `i_b` that exists, and the end of its keys; both within n_keys, whatever memory says."""
+def locate_keys(cache, i_b, n_keys, added):
+    """The keys of entry `i_b`, within n_keys whatever memory says."""
+    start = i_b * 0
     end = tl.minimum(added, n_keys)
+    if cache.cu is not None:
+        start, end = sequence_bounds(cache.cu, i_b, n_keys)
     if cache.lengths is not None:
         used = tl.minimum(tl.maximum(tl.load(cache.lengths + i_b), 0), n_keys).to(tl.int32)
         end = used + tl.minimum(added, n_keys - used)
     first = end * 0
     if cache.leftpad is not None:
         first = tl.minimum(tl.maximum(tl.load(cache.leftpad + i_b), 0), end).to(tl.int32)
-    return first, end
+    return Entry(start, first, end)
 
 
 @triton.jit
-def split_keys(n_queries, first, end, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
+def split_keys(n_queries, keys, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
     """How the keys that an entry's queries see are split: by its own numbers alone, so that results do not depend on
     the batch.
     """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    low = first
+    low = keys.first
     if left is not None:
-        low = tl.minimum(tl.maximum(low, end - n_queries - left), end)
+        low = tl.minimum(tl.maximum(low, keys.end - n_queries - left), keys.end)
     low = low // BLOCK_N * BLOCK_N
     rows = n_queries * SHAPE.GROUP
     if RULE.GIVEN is not None:
@@ -133,8 +145,8 @@ def split_keys(n_queries, first, end, left, SHAPE: tl.constexpr, RULE: tl.conste
         most = RULE.WORK // (RULE.KV_HEADS * tl.maximum(tl.cdiv(rows, 16), 1))
         most = tl.where(n_queries <= RULE.TOKENS, tl.maximum(most, 1), 1)
         least = tl.maximum(rows * RULE.KEYS_A_ROW, RULE.LEAST)
-    chunk = tl.cdiv(tl.maximum(tl.cdiv(end - low, most), least), BLOCK_N) * BLOCK_N
-    return Splits(low, chunk, tl.maximum(tl.cdiv(end - low, chunk), 1))
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(keys.end - low, most), least), BLOCK_N) * BLOCK_N
+    return Splits(low, chunk, tl.maximum(tl.cdiv(keys.end - low, chunk), 1))
 
 
 @triton.jit
@@ -152,7 +164,10 @@ def load_keys(keys, i_n, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.con
     strides = keys.rows.strides
     p_head = keys.rows.x + tl.cast(keys.rows.i_h, tl.int64) * strides.head
     if PAGE is None:
-        p_head += tl.cast(keys.rows.i_b, tl.int64) * strides.batch + tl.cast(i_n, tl.int64) * strides.token
+        p_head += (
+            tl.cast(keys.rows.i_b, tl.int64) * strides.batch
+            + (keys.rows.start + tl.cast(i_n, tl.int64)) * strides.token
+        )
         p_rows = p_head + tl.arange(0, BLOCK_N).to(tl.int64) * strides.token
     elif PAGE % BLOCK_N == 0 or BLOCK_N % PAGE == 0:
         # The tile lies in one page, or is some whole ones: a number each, which costs less than one for each row.
@@ -217,8 +232,8 @@ def flash_decode_kernel(
         i_slot = n_slots - 1 - i_slot
     i_b, i_tile, start, Tq = locate_slot(i_slot, cu_q, n_batch, n_queries, SHAPE.TOKENS)
     i_t = i_tile * SHAPE.TOKENS
-    first, Tk = entry_keys(cache, i_b, n_keys, added)
-    splits = split_keys(Tq, first, Tk, limits.left, SHAPE, RULE)
+    keys = locate_keys(cache, i_b, n_keys, added)
+    splits = split_keys(Tq, keys, limits.left, SHAPE, RULE)
     if (i_t < Tq) & (i_split < splits.count):
         i_bq = i_b
         start_q = start
@@ -251,14 +266,14 @@ def flash_decode_kernel(
         if SHAPE.PAGE is not None:
             p_table += tl.cast(i_b, tl.int64) * (n_keys // SHAPE.PAGE)
         i_hk = i_h // SHAPE.CHUNKS
-        k_keys = Keys(Rows(k.x, k.strides, i_b, i_hk, 0, Tk), first, p_table, n_pages)
-        v_keys = Keys(Rows(v.x, v.strides, i_b, i_hk, 0, Tk), first, p_table, n_pages)
-        window = Window(limits.left, limits.right, Tk - Tq)
-        runs = key_range(i_t, Tk, window, SHAPE.TOKENS, SHAPE.BLOCK_N)
+        k_keys = Keys(Rows(k.x, k.strides, i_b, i_hk, keys.start, keys.end), keys.first, p_table, n_pages)
+        v_keys = Keys(Rows(v.x, v.strides, i_b, i_hk, keys.start, keys.end), keys.first, p_table, n_pages)
+        window = Window(limits.left, limits.right, keys.end - Tq)
+        runs = key_range(i_t, keys.end, window, SHAPE.TOKENS, SHAPE.BLOCK_N)
         low = splits.low + i_split * splits.chunk
         high = low + splits.chunk
         # Tiles that hold left padding are masked.
-        padded = tl.cdiv(first, SHAPE.BLOCK_N) * SHAPE.BLOCK_N
+        padded = (keys.first + SHAPE.BLOCK_N - 1) // SHAPE.BLOCK_N * SHAPE.BLOCK_N
         for RUN in tl.static_range(3):
             # One loop has one pipeline to fill: where masks cost little, all tiles are masked.
             if RUN == 0 or not SHAPE.MASKED:
@@ -299,8 +314,8 @@ def flash_decode_merge_kernel(
     # Writes: its row of o and lse; nothing where there is one split, which has written them.
     i_h = tl.program_id(0) % n_heads
     i_b, i_t, start, Tq = locate_slot(tl.program_id(0) // n_heads, cu_q, n_batch, n_queries, 1)
-    first, Tk = entry_keys(cache, i_b, n_keys, added)
-    splits = split_keys(Tq, first, Tk, limits.left, SHAPE, RULE)
+    keys = locate_keys(cache, i_b, n_keys, added)
+    splits = split_keys(Tq, keys, limits.left, SHAPE, RULE)
     if (i_t < Tq) & (splits.count > 1):
         i_bq = i_b
         start_q = start

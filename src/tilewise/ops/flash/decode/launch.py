@@ -87,7 +87,7 @@ def plan_forward(inputs: Inputs, config: Config | None = None) -> tuple[torch.Te
         "o": strided(o),
         "lse": lse,
         "parts": parts,
-        "cache": Cache(inputs.lengths, inputs.leftpad, inputs.table),
+        "cache": Cache(inputs.cu_k, inputs.lengths, inputs.leftpad, inputs.table),
         "cu_q": inputs.cu_q,
         "n_batch": batch,
         "n_heads": heads,
