@@ -26,7 +26,7 @@ def places(SHAPE_M: gl.constexpr, SHAPE_N: gl.constexpr, LAYOUT: gl.constexpr):
 def steps_kernel(x, y, n, steps, PENDING: gl.constexpr, COMMITS: gl.constexpr, REUSES: gl.constexpr):
     """y = 2 x, by tiles of 128 that are fetched one ahead into two buffers; what is beyond n is 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    buffers = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    buffers = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     i = gl.arange(0, 128, layout)
     load_async(buffers.index(0), x + i, i < n)
     async_copy.commit_group()
@@ -62,7 +62,7 @@ def barrier_kernel(x, y, INCREMENTS: gl.constexpr, ARRIVES: gl.constexpr, FENCED
 
 
 @gluon.jit
-def product_kernel(a, b, c, WIDTH: gl.constexpr, INDEX: gl.constexpr, PRECISION: gl.constexpr):
+def warps_product_kernel(a, b, c, WIDTH: gl.constexpr, INDEX: gl.constexpr, PRECISION: gl.constexpr):
     """c = a @ b by warps of Ampere."""
     blocked: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -72,3 +72,32 @@ def product_kernel(a, b, c, WIDTH: gl.constexpr, INDEX: gl.constexpr, PRECISION:
     b_b = gl.convert_layout(b_b, gl.DotOperandLayout(1, layout, WIDTH))
     acc = gl.zeros([SIDE, SIDE], c.dtype.element_ty, layout)
     gl.store(c + places(SIDE, SIDE, layout), mma_v2(b_a, b_b, acc, input_precision=PRECISION))
+
+
+@gluon.jit
+def threads_product_kernel(a, b, c):
+    """c = a @ b without matrix units."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 2], [4, 8], [4, 1], [1, 0])
+    b_a = gl.convert_layout(gl.load(a + places(SIDE, SIDE, layout)), gl.DotOperandLayout(0, layout, 0))
+    b_b = gl.convert_layout(gl.load(b + places(SIDE, SIDE, layout)), gl.DotOperandLayout(1, layout, 0))
+    acc = gl.zeros([SIDE, SIDE], gl.float32, layout)
+    gl.store(c + places(SIDE, SIDE, layout), gl.dot_fma(b_a, b_b, acc))
+
+
+@gluon.jit
+def warpgroup_product_kernel(a, b, c, DTYPE: gl.constexpr, BITS: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """c = a @ bᵀ by a warpgroup, of operands of 8 or 32 bits, b with its columns in rows."""
+    blocked: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 256 // BITS])
+    shared: gl.constexpr = gl.NVMMASharedLayout(64 if BITS == 8 else 128, BITS, 2)
+    b_a = gl.load(a + places(SIDE, SIDE, blocked))
+    left = gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], shared, b_a)
+    right = gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], shared, gl.load(b + places(SIDE, SIDE, blocked)))
+    fence_async_shared()
+    acc = gl.zeros([SIDE, SIDE], c.dtype.element_ty, layout)
+    if IN_REGISTERS:
+        operand = gl.convert_layout(b_a, gl.DotOperandLayout(0, layout, 32 // BITS))
+        acc = warpgroup_mma(operand, right.permute((1, 0)), acc)
+    else:
+        acc = warpgroup_mma(left, right.permute((1, 0)), acc)
+    gl.store(c + places(SIDE, SIDE, layout), acc)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import gluon_language_cases
 import numpy as np
 import torch
 import triton
@@ -283,6 +284,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "warpgroup_mma bf16", Case(_product("shared", BF16))
     yield "fence_async_shared", Case(_fences)
     yield "warp_specialize", Case(_small(specialized_kernel, "all"))
+    for name, run in gluon_language_cases.cases():
+        yield name, Case(run)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -129,8 +129,8 @@ def odd_kernel(x, HOW: gl.constexpr):
         gl.store(x + i, i + gl.arange(0, 128, other))
     elif HOW == "bounds":
         gl.store(x + i + 1, i)
-    elif HOW == "histogram":
-        gl.store(x + i, gl.histogram(i, 128, layout=layout))
+    elif HOW == "assembly":
+        gl.store(x + i, gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [i], gl.int32, True, 1))
     elif HOW == "memory":
         gl.allocate_shared_memory(gl.float32, [4, 128, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     elif HOW == "buffer":

@@ -15,8 +15,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import gluon_ampere_kernels
 import gluon_instruction_kernels
 import gluon_instructions
+import gluon_language_kernels
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flash_outputs import compared
@@ -27,6 +29,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 CASES = dict(gluon_instructions.cases())
 # What has no result: it says something to the compiler, prepares, or only fails.
 SILENT = {
+    "_promote_bfloat16_to_float32",
     "allocate_mbarrier",
     "assume",
     "device_assert",
@@ -38,8 +41,6 @@ SILENT = {
     "static_assert",
     "static_print",
 }
-# Compared with torch, in test_ampere.py.
-OF_AMPERE = {"commit_group", "mbarrier_arrive", "mma_v2", "wait_group"}
 # Several names of one thing, of one Triton or another; kernels take them from tilewise's own.
 OTHER_NAMES = {
     "async_copy_global_to_shared": "tma_load",
@@ -47,6 +48,7 @@ OTHER_NAMES = {
     "async_load": "tma_load",
     "async_store": "tma_store",
     "barrier": "thread_barrier",
+    "fdiv": "div_rn",
 }
 
 
@@ -77,11 +79,12 @@ def agrees(name, result, kept):
 def test_every_instruction_has_a_case():
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(ast.parse(inspect.getsource(gluon_instruction_kernels)))
+        for kernels in (gluon_instruction_kernels, gluon_language_kernels, gluon_ampere_kernels)
+        for node in ast.walk(ast.parse(inspect.getsource(kernels)))
         if isinstance(node, ast.Attribute | ast.Name)
     }
     known = {name for module, functions in SIMULATED for name in functions if hasattr(module, name)}
-    assert not {name for name in known - SILENT - OF_AMPERE if OTHER_NAMES.get(name, name) not in used}
+    assert not {name for name in known - SILENT if OTHER_NAMES.get(name, name) not in used}
 
 
 @pytest.mark.gpu

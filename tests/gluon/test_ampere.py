@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gluon_ampere_kernels import barrier_kernel, product_kernel, steps_kernel
+from gluon_ampere_kernels import barrier_kernel, steps_kernel, warps_product_kernel
 
 from tilewise import interpreter
 from tilewise._gluon.faults import KernelFaultError
@@ -35,7 +35,7 @@ def square(**left_out):
 
 
 def product(a, b, c, width=2, index=0, precision=None):
-    product_kernel[(1,)](a, b, c, width, index, precision)
+    warps_product_kernel[(1,)](a, b, c, width, index, precision)
     return c
 
 

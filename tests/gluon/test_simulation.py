@@ -153,7 +153,7 @@ def test_a_fault_names_both_lines():
     [
         ("layouts", "layouts differ: operands have different layouts"),
         ("bounds", "out of bounds: element 128 of a tensor's 128 is accessed"),
-        ("histogram", "not simulated: histogram"),
+        ("assembly", "not simulated: inline_asm_elementwise"),
         ("memory", "too much shared memory: 262144 bytes are allocated"),
         ("buffer", "out of bounds: buffer 2 of 2"),
     ],

@@ -209,8 +209,9 @@ def _convert(function: Function, x: Any, layout: Any, *arguments: Any, **named: 
 
 
 def _reduce(function: Function, x: Any, axis: Any = None, *arguments: Any, **named: Any) -> Any:
-    if x.shape:
-        counts = split_of(x.layout, x.shape, len(members())).counts
+    tile = x[0] if isinstance(x, tuple) else x
+    if tile.shape:
+        counts = split_of(tile.layout, tile.shape, len(members())).counts
         if any(count > 1 for count in (counts if axis is None else (counts[operator.index(axis)],))):
             _meet_everywhere()
     return function(x, axis, *arguments, **named)
@@ -239,7 +240,7 @@ IN_CLUSTERS: dict[str, Function] = {
     "store": _change,
     **{f"atomic_{kind}": _change for kind in ("add", "max", "min", "and", "or", "xor", "xchg", "cas")},
     "convert_layout": _convert,
-    **dict.fromkeys(("sum", "max", "min"), _reduce),
+    **dict.fromkeys(("sum", "max", "min", "reduce"), _reduce),
 }
 # What is the same in a cluster.
 UNCHANGED = ("make_tensor_descriptor", "invalidate", "warpgroup_mma_init")

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise._gluon import values
+from tilewise._gluon import compiler, values
 from tilewise._gluon.allocation import Allocation
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.leaving_out import DEPTH, Study, synchronises
 from tilewise._gluon.order import Barrier, current
+from tilewise._gluon.products import dot_fma
+from tilewise._gluon.scans import REDUCING
+from tilewise._gluon.shapes import SHAPING
 from tilewise._gluon.shared import Shared
 from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, plain, torch_dtype
 
@@ -81,9 +83,14 @@ def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tile:
     return Tile(torch.full(sizes, plain(value), dtype=torch_dtype(dtype)), layout)
 
 
+def full_like(x: Any, value: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Tile:
+    """A tile of one number, of x's shape."""
+    return full(shape or x.shape, value, dtype or x.dtype, layout or x.layout)
+
+
 def zeros_like(x: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Tile:
     """Zeros of x's shape."""
-    return full(shape or x.shape, 0, dtype or x.dtype, layout or x.layout)
+    return full_like(x, 0, shape, dtype, layout)
 
 
 def arange(start: Any, end: Any, layout: Any = None) -> Tile:
@@ -94,43 +101,6 @@ def arange(start: Any, end: Any, layout: Any = None) -> Tile:
 def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Tile:
     """The same values, held by other threads."""
     return Tile(plain(x), layout, getattr(x, "kind", None))
-
-
-def _reduction(function: Callable[[torch.Tensor, int | None], torch.Tensor]) -> Callable[..., Any]:
-    def call(x: Any, axis: Any = None, keep_dims: bool = False, dtype: Any = None, **options: Any) -> Any:
-        if any(options.values()):
-            raise KernelFaultError("not simulated", f"a reduction with {', '.join(options)}", executed())
-        data, axis = plain(x), None if axis is None else operator.index(axis)
-        if not isinstance(data, torch.Tensor):
-            return x
-        data = data if dtype is None else data.to(torch_dtype(dtype))
-        axis = axis + data.dim() if axis is not None and axis < 0 else axis
-        result = function(data, axis)
-        if keep_dims and axis is not None:
-            return Tile(result.unsqueeze(axis), x.layout)
-        if axis is None:
-            return Tile(result)
-        # Of a tile of one axis, a scalar.
-        return Tile(result, None if x.layout is None else gl.SliceLayout(axis, x.layout), result.dtype)
-
-    return call
-
-
-def _total(x: torch.Tensor, axis: int | None) -> torch.Tensor:
-    dtype = x.dtype if x.is_floating_point() or x.dtype is torch.int64 else torch.int32
-    return x.sum(dtype=dtype) if axis is None else x.sum(axis, dtype=dtype)
-
-
-def _extreme(x: torch.Tensor, axis: int | None, sign: float) -> torch.Tensor:
-    """The largest, or the smallest: Triton gives 32 bits at least. A NaN beside a number does not count."""
-    x = x if x.element_size() >= 4 else x.float() if x.is_floating_point() else x.int()
-    numbers = x.nan_to_num(-sign * math.inf, math.inf, -math.inf) if x.is_floating_point() else x
-    reduce = torch.amax if sign > 0 else torch.amin
-    found = reduce(numbers) if axis is None else reduce(numbers, axis)
-    if not x.is_floating_point():
-        return found
-    nothing = x.isnan().all() if axis is None else x.isnan().all(axis)
-    return torch.where(nothing, math.nan, found)
 
 
 def check_layouts(pointer: Any, *others: Any) -> None:
@@ -311,6 +281,41 @@ def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_r
     return current().specialize(first, others, list(worker_num_warps))
 
 
+def set_auto_layout(x: Any, layout: Any) -> Tile:
+    """A layout for a tile that has none yet."""
+    if x.layout is not None:
+        message = f"set_auto_layout of a tile in {x.layout}: expected one without a layout"
+        raise KernelFaultError("layouts differ", message, executed())
+    return Tile(plain(x), layout, x.kind)
+
+
+def static_print(*words: Any, **options: Any) -> None:
+    """Once a launch, as a compiler would."""
+    agent, lines = current(), executed()
+    if lines not in agent.machine.printed:
+        agent.machine.printed.add(lines)
+        print(*map(plain, words), **options)
+
+
+def device_print(prefix: Any, *values: Any, hex: Any = False) -> None:
+    """By each CTA, or by each of its partitions."""
+    print(f"pid {current().cta.index} {prefix}", *(plain(value) for value in values))
+
+
+def bank_conflicts(distr_ty: Any, shared_ty: Any) -> int:
+    """By how many accesses more than needed a tile is loaded from shared memory, or stored there."""
+    if list(distr_ty.shape) != list(shared_ty.shape):
+        message = f"bank_conflicts of a tile of {distr_ty.shape} and shared memory of {shared_ty.shape}"
+        raise KernelFaultError("shapes differ", message, executed())
+    dtype = getattr(distr_ty, "element_ty", None) or distr_ty.dtype
+    return compiler.bank_conflicts(distr_ty.layout, shared_ty.layout, list(distr_ty.shape), dtype.primitive_bitwidth)
+
+
+def linear_layout(layout: Any, shape: Any) -> Any:
+    """A layout as a linear one."""
+    return compiler.linear_layout(layout, [operator.index(n) for n in shape])
+
+
 def static_assert(condition: Any, message: Any = "") -> None:
     """Of what is known when a kernel is compiled."""
     if not condition:
@@ -345,12 +350,13 @@ LANGUAGE: dict[str, Any] = {
     "full": full,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype, layout),
     "zeros_like": zeros_like,
-    "full_like": lambda x, value: full(x.shape, value, x.dtype, x.layout),
+    "full_like": full_like,
     "to_tensor": lambda x: x if isinstance(x, Tile) else Tile(x),
     "cast": cast,
     "convert_layout": convert_layout,
     "expand_dims": expand_dims,
-    "reshape": lambda x, *shape: x.reshape(*shape),
+    "set_auto_layout": set_auto_layout,
+    "reshape": lambda x, *shape, can_reorder=False: x.reshape(*shape),
     "permute": lambda x, *order: x.permute(*order),
     "where": where,
     "maximum": _extremum(torch.fmax, max),
@@ -366,12 +372,20 @@ LANGUAGE: dict[str, Any] = {
     "erf": elementwise(torch.erf, math.erf),
     "floor": elementwise(torch.floor, math.floor),
     "ceil": elementwise(torch.ceil, math.ceil),
+    "fdiv": lambda x, y, ieee_rounding=False: x / y,
+    "div_rn": lambda x, y: x / y,
+    "sqrt_rn": elementwise(lambda x: x.double().sqrt().to(x.dtype), _of_number(math.sqrt)),
+    "add": lambda x, y, *_options: x + y,
+    "sub": lambda x, y, *_options: x - y,
+    "mul": lambda x, y, *_options: x * y,
+    "dot_fma": dot_fma,
+    "bank_conflicts": bank_conflicts,
+    "to_linear_layout": linear_layout,
     "fma": elementwise(values.fused, lambda x, y, z: x * y + z),
     "abs": elementwise(torch.abs, abs),
     "cdiv": lambda x, y: (x + y - 1) // y,
-    "sum": _reduction(_total),
-    "max": _reduction(lambda x, axis: _extreme(x, axis, 1.0)),
-    "min": _reduction(lambda x, axis: _extreme(x, axis, -1.0)),
+    **REDUCING,
+    **SHAPING,
     "load": load,
     "store": store,
     "atomic_cas": atomic_cas,
@@ -388,9 +402,9 @@ LANGUAGE: dict[str, Any] = {
     "num_ctas": lambda: len(current().members) or 1,
     "static_range": range,
     "static_assert": static_assert,
-    "static_print": lambda *_words: None,
+    "static_print": static_print,
     "device_assert": device_assert,
-    "device_print": lambda *_words, **_options: None,
+    "device_print": device_print,
     "assume": lambda _condition: None,
     "multiple_of": lambda x, *_values: x,
     "max_contiguous": lambda x, *_values: x,

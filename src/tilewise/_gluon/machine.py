@@ -227,6 +227,8 @@ class Machine:
         compiler_barriers: bool = True,
     ) -> None:
         self.study, self.watcher, self.compiler_barriers = study, watcher, compiler_barriers
+        # Lines of static_print that have been executed.
+        self.printed: set[Lines] = set()
         self._random = None if seed is None else random.Random(seed)
         self._numbers = itertools.count(1)
         self._memories: dict[tuple[int, torch.dtype], GlobalMemory] = {}

@@ -27,12 +27,14 @@ from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
 from tilewise._gluon.reductions import REDUCTIONS
-from tilewise._gluon.values import Tile
+from tilewise._gluon.scans import INSIDE
+from tilewise._gluon.values import METHODS, Tile
 from tilewise._gluon.watching import hook, with_hooks
 
 # Triton has this module from 3.7 on.
 cluster = getattr(hopper, "cluster", None)
 SIMULATED: tuple[tuple[types.ModuleType, dict[str, Any]], ...] = (
+    (tl.core, INSIDE),
     (gl, in_clusters(LANGUAGE, computes=True)),
     (tl, in_clusters(LANGUAGE, computes=True)),
     (async_copy, in_clusters(ASYNC_COPY)),
@@ -225,3 +227,7 @@ def _setting_fields(owner: str, names: tuple[str, ...]) -> Callable[..., None]:
             setattr(self, name, given[name])
 
     return construct
+
+
+# Functions that Triton has as methods of its tensors too.
+METHODS |= {name: translate(getattr(tl, name), name) for name in vars(tl.tensor) if hasattr(tl, name)}

@@ -134,6 +134,11 @@ class Tile:
         return self
 
     @property
+    def scalar(self) -> Any:
+        """Triton's dtype, of its type."""
+        return self.dtype
+
+    @property
     def numel(self) -> int:
         """How many elements."""
         return math.prod(self.shape)
