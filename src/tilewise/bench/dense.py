@@ -120,6 +120,7 @@ class Dense:
     scale: float | None = None
     lengths: tuple[int, ...] = ()
     lengths_k: tuple[int, ...] = ()
+    sinks: bool = False
 
 
 def fused(backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Dense) -> Call:
@@ -298,7 +299,10 @@ def baselines(describe: Callable[[Problem], Dense], dense: bool) -> tuple[Baseli
     def build(name: str, builder: Builder, problem: Problem, tensors: Tensors) -> Call:
         if name in NEEDS_GPU and tensors["q"].device.type != "cuda":
             raise CannotRunError("needs a CUDA GPU")
-        return builder(tensors["q"], tensors["k"], tensors["v"], describe(problem))
+        dense = describe(problem)
+        if dense.sinks:
+            raise CannotRunError("is called without sinks here")
+        return builder(tensors["q"], tensors["k"], tensors["v"], dense)
 
     return tuple(
         Baseline(

@@ -27,7 +27,7 @@ VARIANTS = {
     "one-head-window": {"causal": True, "left": 512},
     "packed": {"causal": True, "packed": True},
     "softcap": {"softcap": 30.0},
-    "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "heads_k": 2},
+    "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "heads_k": 2, "sinks": True},
 }
 
 
@@ -43,6 +43,7 @@ def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Or
     }
     options = usual | VARIANTS[variant]
     packed, heads_k = options.pop("packed"), options.pop("heads_k")
+    sinks = torch.empty(HEADS, dtype=dtype, device="meta") if options.pop("sinks", False) else None
     lead = (2 * TOKENS,) if packed else (2, TOKENS)
 
     def rows(heads: int, width: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def main(dtype: torch.dtype, channels: int, values: int, variant: str, order: Or
     q, k, v, o = rows(HEADS, channels), rows(heads_k, channels), rows(heads_k, values), rows(HEADS, values)
     lse = torch.empty(*lead[:-1], HEADS, lead[-1], device="meta")
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
-    inputs = launch.make_inputs(q, k, v, offsets, offsets, **options)
+    inputs = launch.make_inputs(q, k, v, offsets, offsets, **options, sinks=sinks)
     with capture(90) as launches:
         hopper_launch.backward(inputs, o, lse, o, lse, order)
     print_facts(launches, 90)

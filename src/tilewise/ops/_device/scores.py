@@ -221,21 +221,18 @@ def add_sink(m, l, sinks, i_h):
 
 
 @triton.jit
-def softmax_finish(acc, m, l, sinks=None, i_h=0):
-    """Output and natural LSE from the final sums, and head `i_h`'s sink where there are sinks: 0 and -inf for a row
-    that saw nothing.
+def softmax_finish(acc, m, l, NATURAL: tl.constexpr = False):
+    """Output and natural LSE from the final sums: 0 and -inf for a row that saw nothing. The maximum is NATURAL after a
+    sink, else in base 2.
     """
-    if sinks is not None:
-        m, l, rescale = add_sink(m, l, sinks, i_h)
-        acc = acc * rescale[:, None]
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = tl.where(seen, l, 1.0)
     b_o = acc / l[:, None]
-    if sinks is None:
-        b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
-    else:
+    if NATURAL:
         b_lse = tl.where(seen, m + tl.log2(l) * 0.6931471805599453, float("-inf"))
+    else:
+        b_lse = tl.where(seen, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
     return b_o, b_lse
 
 

@@ -19,12 +19,15 @@ from tilewise.workbench.flash.planted_uses import USES
 from tilewise.workbench.operator import Benchmark
 
 LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
+# None; of ordinary size, in q's dtype or in fp32; as large as large logits; -inf, which is none, for every other head.
+SINKS = ("", "plain", "fp32", "large", "off")
+LARGE_SINKS, LARGEST_SINK = 5000.0, 3e4
 
 
 @dataclass(frozen=True)
 class Flash(Problem):
     """T queries and Tk keys (T where 0), or packed sequences of `lengths`; Hk and Dv are H and D where 0; `size`
-    multiplies q.
+    multiplies q; `sinks` is one of SINKS.
     """
 
     outputs = ("o", "lse")
@@ -46,9 +49,24 @@ class Flash(Problem):
     scale: float | None = None
     size: float = 1.0
     layout: str = "plain"
+    sinks: str = ""
 
     def tensors(self, fill: Fill) -> Tensors:
-        """q, k, v and the offsets of packed sequences."""
+        """q, k, v, the offsets of packed sequences, and sinks."""
+        return self._qkv(fill) | ({"sinks": self._sinks(fill)} if self.sinks else {})
+
+    def _sinks(self, fill: Fill) -> torch.Tensor:
+        # fp16 holds the largest, whatever the law.
+        x = fill("sinks", (self.H,), LARGE_SINKS if self.sinks == "large" else 1.0).clamp(-LARGEST_SINK, LARGEST_SINK)
+        return x.where(torch.arange(self.H) % 2 == 0, -torch.inf) if self.sinks == "off" else x
+
+    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+        """Sinks in fp32 beside 16-bit tensors, where that is what the problem is for."""
+        if self.sinks != "fp32" or tensors["sinks"].dtype == torch.float64:
+            return dict(tensors)
+        return tensors | {"sinks": tensors["sinks"].float()}
+
+    def _qkv(self, fill: Fill) -> Tensors:
         keys = self.T if self.Tk is None else self.Tk
         kv_heads, values = self.Hk or self.H, self.Dv or self.D
         if self.lengths:
@@ -82,8 +100,8 @@ class Flash(Problem):
     def axes(self) -> dict[str, str]:
         """Batch, tokens, heads, channels; without the batch where packed."""
         if self.lengths:
-            return {"q": "THD", "k": "THD", "v": "THD", "o": "THD", "lse": "HT"}
-        return {"q": "BTHD", "k": "BTHD", "v": "BTHD", "o": "BTHD", "lse": "BHT"}
+            return {"q": "THD", "k": "THD", "v": "THD", "o": "THD", "lse": "HT", "sinks": "H"}
+        return {"q": "BTHD", "k": "BTHD", "v": "BTHD", "o": "BTHD", "lse": "BHT", "sinks": "H"}
 
     def offsets(self) -> dict[str, str]:
         """Queries and results by the queries' offsets, keys and values by the keys'."""
@@ -125,6 +143,8 @@ class Flash(Problem):
             raise ValueError("lengths and lengths_k must name the same number of sequences")
         if self.layout not in LAYOUTS:
             raise ValueError(f"there is no layout {self.layout!r}: expected one of {', '.join(LAYOUTS)}")
+        if self.sinks not in SINKS:
+            raise ValueError(f"there are no sinks {self.sinks!r}: expected one of {', '.join(SINKS[1:])}")
 
     def floor(self, name: str, truth: Tensors, inputs: Tensors) -> float:
         """What fp32 costs scores and LSE."""
@@ -198,6 +218,30 @@ CASES = (
         causal=True,
     ),
     _case("packed-window", "packed, a window of 9 keys", lengths=(40, 0, 3, 71), window=(8, 0)),
+    _case("sinks", "a sink for each of 6 query heads, 2 KV heads", T=65, H=6, Hk=2, causal=True, sinks="plain"),
+    _case("sinks-large", "sinks and logits up to about ±1e4", T=49, H=4, size=2500.0, causal=True, sinks="large"),
+    _case(
+        "sinks-window",
+        "Tq 97 > Tk 33, a window of 10 keys: rows that see no key have their sink, or none where it is -inf",
+        T=97,
+        Tk=33,
+        H=4,
+        causal=True,
+        window=(9, 0),
+        sinks="off",
+    ),
+    _case(
+        "sinks-packed",
+        "packed, softcap, negative scale, no keys for some sequences, every other sink -inf",
+        lengths=(5, 0, 40, 9),
+        lengths_k=(0, 3, 33, 20),
+        H=4,
+        Hk=2,
+        softcap=4.0,
+        scale=-0.3,
+        causal=True,
+        sinks="off",
+    ),
     _case("d-80", "D 80", T=150, D=80, causal=True),
     _case("d-96-dv-128", "D 96, Dv 128", T=150, D=96, Dv=128, causal=True),
     _case("d-128", "D 128, 2 query heads for a KV head", B=2, T=200, H=4, Hk=2, D=128, causal=True),
@@ -236,6 +280,20 @@ CASES = (
         Dv=128,
         causal=True,
     ),
+    _case(
+        "long-sinks", "sinks, 2 query heads for a KV head", T=200, Tk=300, H=4, Hk=2, D=72, causal=True, sinks="fp32"
+    ),
+    _case(
+        "long-sinks-packed",
+        "sinks of packed sequences, most rows of the first see no key",
+        lengths=(300, 0, 1, 130),
+        lengths_k=(60, 5, 3, 280),
+        H=2,
+        Hk=1,
+        D=72,
+        window=(100, 0),
+        sinks="off",
+    ),
 )
 
 
@@ -264,6 +322,7 @@ def draw(draw: Callable[[Any], Any], longest: int) -> Flash:
         softcap=drawing.softcap(draw),
         scale=drawing.scale(draw),
         size=draw(st.sampled_from((1.0, 10.0))),
+        sinks=draw(st.sampled_from(SINKS)),
     )
 
 
@@ -275,7 +334,16 @@ SUITE = Suite(
     draw=draw,
     cheap_to_use=True,
     mutants=planted.PORTABLE + planted.HOPPER + SYNC + USES,
-    hopper=("packed-128", "strided-aligned", "long-128", "long-empty", "long-window", "long-packed"),
+    hopper=(
+        "packed-128",
+        "strided-aligned",
+        "long-128",
+        "long-empty",
+        "long-window",
+        "long-packed",
+        "long-sinks",
+        "long-sinks-packed",
+    ),
     leave_out=(
         "T=300,H=2,D=64,causal=true",
         "lengths=300/150,H=2,Hk=1,D=64",
@@ -293,7 +361,13 @@ def describe(problem: Problem) -> Dense:
     assert isinstance(problem, Flash)
     left, right = problem.window or (-1, -1)
     return Dense(
-        left, 0 if problem.causal else right, problem.softcap, problem.scale, problem.lengths, problem.lengths_k
+        left,
+        0 if problem.causal else right,
+        problem.softcap,
+        problem.scale,
+        problem.lengths,
+        problem.lengths_k,
+        bool(problem.sinks),
     )
 
 

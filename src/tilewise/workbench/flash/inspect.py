@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"causal": True, "packed": True},
     "windowed": {"left": 100, "right": 20, "packed": True},
-    "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True},
+    "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "sinks": True},
     "compressed-packed": {"strided": True, "packed": True},
 }
 
@@ -75,13 +75,14 @@ def _inputs(dtype: torch.dtype, channels: int, values: int, variant: str) -> lau
     """One of VARIANTS."""
     options = dict(VARIANTS[variant])
     packed, strided, tokens = options.pop("packed", False), options.pop("strided", False), options.pop("tokens", TOKENS)
+    sinks = torch.empty(HEADS, dtype=dtype, device="meta") if options.pop("sinks", False) else None
     # Strided: one key per 16 queries, as in compressed attention, for groups of 4 heads.
     keys, heads_k = (tokens // 4, 2) if strided else (tokens, HEADS)
     q = _rows(packed, tokens, HEADS, channels, dtype)
     k, v = (_rows(packed, keys, heads_k, width, dtype) for width in (channels, values))
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
     defaults = {"causal": False, "left": -1, "right": -1, "scale": channels**-0.5, "softcap": 0.0}
-    inputs = launch.make_inputs(q, k, v, offsets, offsets, **defaults | options)
+    inputs = launch.make_inputs(q, k, v, offsets, offsets, **defaults | options, sinks=sinks)
     return inputs._replace(right=-31, key_stride=16) if strided else inputs
 
 

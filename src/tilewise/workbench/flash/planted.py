@@ -5,6 +5,7 @@ GPU.
 from functools import partial
 
 from tilewise.verify.suite import Mutant
+from tilewise.workbench.flash.planted_sinks import HOPPER_SINKS, SINKS
 
 _WORK, _BLOCKS, _GRADIENTS, _FWD, _BWD, _SUM, _REACH = (
     "_device.hopper.work",
@@ -185,6 +186,7 @@ PORTABLE = (
         "< rows.n_rows)[:, None] m_d = (tl.arange(0, BLOCK_D) < D)[None, :] tl.store",
         "<= rows.n_rows)[:, None]; m_d = (tl.arange(0, BLOCK_D) < D)[None, :]\n    tl.store",
     ),
+    *SINKS,
 )
 
 HOPPER = (
@@ -378,4 +380,5 @@ HOPPER = (
         "_, n_keys = sequence_bounds",
     ),
     _planted("hopper-dq-unscaled", "dQ lacks the scale", _SUM, "b_dq * scale", "b_dq"),
+    *HOPPER_SINKS,
 )

@@ -15,6 +15,7 @@ import triton.language as tl
 from tilewise.ops._device.records import Rows, Window
 from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows, tap_once, tap_step
 from tilewise.ops._device.scores import (
+    add_sink,
     cap_scores,
     diagonal,
     keep,
@@ -100,7 +101,10 @@ def flash_fwd_kernel(
                 acc, m, l = flash_fwd_step(
                     b_q, acc, m, l, k_rows, v_rows, i_m, i_n, window, scales, taps, TILE, RUN != 1
                 )
-    b_o, b_lse = softmax_finish(acc, m, l, sinks, i_h)
+    if sinks is not None:
+        m, l, rescale = add_sink(m, l, sinks, i_h)
+        acc = acc * rescale[:, None]
+    b_o, b_lse = softmax_finish(acc, m, l, sinks is not None)
     o_rows = Rows(o.x, o.strides, i_b, i_h, start_q, Tq)
     store_rows(o_rows, i_m, b_o, TILE.DV, TILE.BLOCK_M, TILE.BLOCK_DV)
     o_m = i_m + tl.arange(0, TILE.BLOCK_M)
