@@ -24,6 +24,12 @@ def with_page(at, page):
     return found
 
 
+def named_twice():
+    found = pages(cache_seqlens=torch.tensor([15, 3]))
+    found["page_table"][0, 1] = found["page_table"][0, 0]
+    return found
+
+
 def shared_page():
     found = pages()
     found["page_table"][0, 1] = found["page_table"][1, 0]
@@ -70,6 +76,18 @@ BAD = {
         ValueError,
         "k_cache has batch 3 and q has batch 2",
     ),
+    "cache-expanded": (
+        call(k_cache=torch.zeros(1, 32, 2, 16).expand(2, 32, 2, 16)),
+        ValueError,
+        r"k_cache is expanded, with strides \[0, 32, 16, 1\]: .*; give k_cache.contiguous",
+    ),
+    "heads-expanded": (call(v_cache=torch.zeros(2, 32, 1, 24).expand(2, 32, 2, 24)), ValueError, "v_cache is expanded"),
+    "cache-device": (call(v_cache=torch.zeros(2, 32, 2, 24, device="meta")), ValueError, "v_cache is on meta and"),
+    "lengths-device": (
+        call(cache_seqlens=torch.zeros(2, dtype=torch.int64, device="meta")),
+        ValueError,
+        "cache_seqlens is on meta and q is on cpu: move it there",
+    ),
     "page-size": (
         pages(k_cache=torch.zeros(4, 24, 2, 16), v_cache=torch.zeros(4, 24, 2, 24)),
         ValueError,
@@ -82,7 +100,9 @@ BAD = {
     ),
     "page-too-large": (with_page((0, 1), 99), ValueError, r"page_table holds 99 at \[0, 1\], which entry 0 uses: .* 0"),
     "page-negative": (with_page((1, 0), -1), ValueError, r"page_table holds -1 at \[1, 0\], which entry 1 uses"),
-    "page-shared": (shared_page(), ValueError, "a page that is written belongs to one entry"),
+    "page-shared": (shared_page(), ValueError, "names it 2 times: a page that is written belongs to one place of one"),
+    "page-twice": (named_twice(), ValueError, "is written for entry 0, and page_table names it 2 times"),
+    "pool-without-table": (pages(page_table=None), ValueError, "k_cache has batch 6 and q has batch 2"),
     "padding-in-pages": (
         pages(leftpad_k=torch.tensor([1, 0])),
         ValueError,
@@ -98,6 +118,7 @@ BAD = {
     ),
     "splits": (call(num_splits=-1), ValueError, "num_splits is -1: expected a whole number of at least 0"),
     "window": (call(window_size=(-2, 0)), ValueError, r"window_size is \(-2, 0\)"),
+    "window-bools": (call(window_size=(True, False)), TypeError, r"window_size is \(True, False\): expected two whole"),
     "scale": (call(scale=float("nan")), ValueError, "scale is nan: expected a finite number"),
 }
 
@@ -124,6 +145,25 @@ def test_fp64_is_for_the_reference():
 def test_pages_may_be_shared_where_nothing_is_written():
     found = shared_page()
     flash_attention_with_kvcache(**found | {"k": None, "v": None, "cache_seqlens": torch.tensor([17, 3])})
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_what_is_only_read_may_be_expanded(backend):
+    """Entries or heads that share keys."""
+    whole = call(k=None, v=None)
+    for name in ("k_cache", "v_cache"):
+        whole[name] = whole[name][:1, :, :1].nan_to_num().expand(2, -1, 2, -1)
+    copied = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
+    expected = flash_attention_with_kvcache(**copied, backend=backend)
+    assert torch.equal(flash_attention_with_kvcache(**whole, backend=backend), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [2**31, 2**62])
+def test_more_splits_than_keys_are_one_a_tile(device, splits):
+    arguments = {name: x.to(device) for name, x in call(k=None, v=None).items() if x is not None}
+    expected = flash_attention_with_kvcache(**arguments, num_splits=1000, backend="triton")
+    assert torch.equal(flash_attention_with_kvcache(**arguments, num_splits=splits, backend="triton"), expected)
 
 
 @pytest.mark.gpu

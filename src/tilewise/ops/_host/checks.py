@@ -314,7 +314,7 @@ def check_window(window_size: tuple[int, int]) -> None:
     if (
         not isinstance(window_size, (tuple, list))
         or len(window_size) != 2
-        or not all(isinstance(w, WHOLE_NUMBERS) for w in window_size)
+        or not all(isinstance(w, WHOLE_NUMBERS) and not isinstance(w, bool) for w in window_size)
     ):
         raise TypeError(
             f"window_size is {window_size!r}: expected two whole numbers (left, right), -1 meaning no limit"

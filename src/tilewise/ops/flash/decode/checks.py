@@ -79,6 +79,11 @@ def check_new(
                 f"{name} has shape {list(x.shape)}: expected {list(expected)}, the new tokens of each entry with the"
                 f" heads and channels of {name}_cache"
             )
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True)):
+            raise ValueError(
+                f"{name}_cache is expanded, with strides {list(cache.stride())}: what is written for one entry or head"
+                f" would be another's too; give {name}_cache.contiguous()"
+            )
 
 
 def check_values(
@@ -115,7 +120,7 @@ def check_values(
 
 
 def _check_pages(table: list[list[int]], ends: list[int], pages: int, page_size: int, new: int) -> None:
-    """The used pages exist, and those that are written belong to one entry."""
+    """The used pages exist, and those that are written are named once."""
     used = [row[: -(-end // page_size)] for row, end in zip(table, ends, strict=True)]
     for b, row in enumerate(used):
         for i, page in enumerate(row):
@@ -126,11 +131,11 @@ def _check_pages(table: list[list[int]], ends: list[int], pages: int, page_size:
                 )
     if not new:
         return
-    owners = collections.Counter(page for row in used for page in set(row))
+    named = collections.Counter(page for row in used for page in row)
     for b, (row, end) in enumerate(zip(used, ends, strict=True)):
         for page in row[(end - new) // page_size :]:
-            if owners[page] > 1:
+            if named[page] > 1:
                 raise ValueError(
-                    f"page {page} is written for entry {b} and used by another: a page that is written belongs to one"
-                    " entry; copy it first"
+                    f"page {page} is written for entry {b}, and page_table names it {named[page]} times: a page that is"
+                    " written belongs to one place of one entry; copy it first"
                 )

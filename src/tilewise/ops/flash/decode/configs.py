@@ -23,7 +23,7 @@ KEYS_A_ROW = 32
 MERGED = 16
 # Rows of new keys that a program copies.
 APPENDED = 16
-# Limits of a window beyond this reach every key, and would overflow in sums.
+# Limits of a window beyond this reach every key, more splits than this are one a tile, and both would overflow in sums.
 FARTHEST = 2**30
 
 
