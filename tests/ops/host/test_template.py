@@ -87,6 +87,14 @@ def test_a_slot_is_transposed_iterated_and_made_contiguous_as_a_tensor_is(x, dat
     assert (copied.shape, copied.stride()) == (x.shape, x.contiguous().stride())
 
 
+def test_a_slot_is_flattened_where_that_needs_no_copy():
+    x = torch.empty(3, 4, 6, 5)
+    for view, axes in ((x, (0, 1)), (x, (1, 3)), (x[:, :, 2:4], (0, 1)), (x[1:2, :2], (0, 1))):
+        assert_alike(slot_of(view).flatten(*axes), view.flatten(*axes), view)
+    with pytest.raises(ValueError, match="need a copy"):
+        slot_of(x[:, :2]).flatten(0, 1)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3, 4)], ids=str)
 def test_fresh_memory_lies_as_torch_lays_it_out(shape):
     x = torch.empty(5, dtype=torch.float16)[1:]

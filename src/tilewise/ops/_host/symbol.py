@@ -376,6 +376,18 @@ class Slot:
         strides[axis], strides[other] = strides[other], strides[axis]
         return self._view(shape, strides)
 
+    def flatten(self, first: int, last: int) -> "Slot":
+        """As a tensor's, of axes that follow one another without a gap."""
+        inner = self._strides[last]
+        for axis in range(last - 1, first - 1, -1):
+            if self.shape[axis] != 1 and self._strides[axis] != self.shape[axis + 1] * self._strides[axis + 1]:
+                raise ValueError(f"axes {first} to {last} of {self.shape}, strides {self._strides}, need a copy")
+        size = math.prod(self.shape[first : last + 1])
+        return self._view(
+            (*self.shape[:first], size, *self.shape[last + 1 :]),
+            (*self._strides[:first], inner, *self._strides[last + 1 :]),
+        )
+
     def __getitem__(self, index: Any) -> "Slot":
         """As a tensor's, for numbers, slices, None and one Ellipsis."""
         items = list(index) if isinstance(index, tuple) else [index]

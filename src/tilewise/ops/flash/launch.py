@@ -20,7 +20,6 @@ from tilewise.ops._host.launching import (
     tile_slots,
     tile_widths,
     why_pointers,
-    why_unreadable,
 )
 from tilewise.ops._host.program import Operation, emit, note
 from tilewise.ops._host.symbol import compute
@@ -30,10 +29,9 @@ from tilewise.ops.flash.configs import Inputs as Inputs
 from tilewise.ops.flash.configs import make_inputs as make_inputs
 from tilewise.ops.flash.decode import configs as decode_configs
 from tilewise.ops.flash.decode import launch as decode_launch
-from tilewise.ops.flash.hopper import configs as hopper_configs
-from tilewise.ops.flash.hopper.configs import Direction
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
+from tilewise.ops.flash.route import why_not_hopper
 from tilewise.ops.flash.sinks import add_parts, make_parts
 
 if gluon.AVAILABLE:
@@ -48,34 +46,6 @@ def problem_of(inputs: Inputs, *gradients: torch.Tensor) -> Problem:
     q, k, v = inputs.q, inputs.k, inputs.v
     readable = all(fits_descriptor(x) for x in (q, k, v, *gradients))
     return Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), readable)
-
-
-def why_not_hopper(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> str | None:
-    """Why the Hopper kernels do not take this call, which also reads `gradients`; None where they do."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.key_stride is not None:
-        return "keys at a stride"
-    if q.element_size() != 2:
-        return "fp32"
-    if not backend.compiles_for(q.device):
-        return "kernels are interpreted"
-    architecture = backend.architecture(q.device)
-    if architecture != hopper_configs.ARCHITECTURE:
-        return f"sm_{architecture} is not sm_{hopper_configs.ARCHITECTURE}"
-    if not gluon.usable():
-        return gluon.why_off()
-    unreadable = next(((i, x) for i, x in enumerate((q, k, v, *gradients)) if not hopper_launch.fits_tiles(x)), None)
-    problem = Problem(q.shape[-1], v.shape[-1], k.shape[-3], q.element_size(), unreadable is None)
-    reason = hopper_configs.why_not(direction, problem)
-    if reason is None and unreadable is not None:
-        i, x = unreadable
-        return why_unreadable(("q", "k", "v", *("do",) * len(gradients))[i], x)
-    return reason
-
-
-def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
-    """Whether the Hopper kernels run this call, which also reads `gradients`."""
-    return why_not_hopper(direction, inputs, *gradients) is None
 
 
 def _readable(inputs: Inputs, config: Config) -> tuple[Any, Any, Any]:

@@ -18,7 +18,7 @@ from tilewise.ops.flash import configs, launch
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.flash.configs import Config
 from tilewise.ops.flash.hopper.configs import ARCHITECTURE, Order
-from tilewise.ops.flash.launch import takes
+from tilewise.ops.flash.route import takes
 from tilewise.workbench.flash.configs import Entry
 from tilewise.workbench.flash.configs_hopper import SOFTCAP, ForwardEntry
 from tilewise.workbench.flash.configs_hopper import Entry as HopperEntry

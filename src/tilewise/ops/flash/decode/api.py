@@ -76,7 +76,8 @@ def flash_attention_with_kvcache(
 
     For inference: it raises where grad mode is on and a tensor requires grad. The host never waits for the device, so a
     call can be captured in a CUDA graph and replayed with other lengths and pages in the same tensors. An entry's
-    result depends on nothing but that entry, and repeats bit for bit.
+    result depends on nothing but that entry, and repeats bit for bit. On Hopper, more than 64 queries over a dense
+    cache have a kernel of their own: their last bits are not those of the same keys in pages.
 
     Lengths and pages are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
     synchronisation); unchecked, what does not fit is neither read nor written.

@@ -122,7 +122,7 @@ TABLE: dict[tuple[Family, int], tuple[tuple[int, int, int, int], ...]] = {
     ("medium", 2): ((128, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 32, 8, 2)),
     ("small", 2): ((128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 8, 2)),
     ("hopper", 4): _FP32,
-    ("blackwell", 4): _FP32,
+    ("blackwell", 4): (*_FP32[:2], (32, 32, 4, 3), _FP32[3]),
     ("medium", 4): _FP32,
     ("small", 4): _FP32,
 }
@@ -136,6 +136,9 @@ def choose(rows: int | None, channels: int, value_channels: int, element_size: i
     widest = max(channels, value_channels)
     at = next(i for i, limit in enumerate(WIDTHS) if widest <= limit)
     most, block_n, num_warps, num_stages = TABLE[family(architecture), element_size][at]
+    if (channels | value_channels) % 16 != 0:
+        # Rows that Triton cannot know to be aligned are loaded element by element, through registers.
+        block_n = min(block_n, 64)
     block_m = min(PACKED_ROWS if rows is None else 1 << (max(rows, 16) - 1).bit_length(), most)
     return Config(block_m, block_n, 8 if block_m == 128 else num_warps, num_stages)
 

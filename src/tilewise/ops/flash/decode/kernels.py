@@ -354,6 +354,24 @@ def flash_decode_merge_kernel(
         tl.store(lse + ((tl.cast(i_bq, tl.int64) * n_heads + o_h) * n_queries + o_token), b_lse)
 
 
+@triton.jit(do_not_specialize=SIZES)
+def flash_prefill_offsets_kernel(cu_q, cu_k, cache, n_batch, n_queries, n_keys, added):
+    # Grid: entries.
+    # Owns: one entry.
+    # Loops over: nothing.
+    # Writes: where its queries and keys begin and end among all rows of q and of the cache: every second sequence has
+    #         no queries, and the rows that are no keys.
+    i_b = tl.program_id(0)
+    keys = locate_keys(cache, i_b, n_keys, added)
+    tl.store(cu_q + 2 * i_b, i_b * n_queries)
+    tl.store(cu_q + 2 * i_b + 1, (i_b + 1) * n_queries)
+    tl.store(cu_k + 2 * i_b, i_b * n_keys + keys.first)
+    tl.store(cu_k + 2 * i_b + 1, i_b * n_keys + keys.end)
+    if i_b == n_batch - 1:
+        tl.store(cu_q + 2 * n_batch, n_batch * n_queries)
+        tl.store(cu_k + 2 * n_batch, n_batch * n_keys)
+
+
 @triton.jit
 def append_rows(cache, new, p_row, m_row, b_new, o_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Copy rows of `new`, at offsets `b_new`, to offsets `p_row` of the cache."""

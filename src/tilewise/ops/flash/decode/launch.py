@@ -8,7 +8,7 @@ from tilewise.ops._host import backend
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, strided, tile_slots, tile_widths
 from tilewise.ops._host.program import Operation, emit
 from tilewise.ops._host.symbol import plain
-from tilewise.ops.flash.decode import configs
+from tilewise.ops.flash.decode import configs, prefill
 from tilewise.ops.flash.decode.configs import Config
 from tilewise.ops.flash.decode.configs import Inputs as Inputs
 from tilewise.ops.flash.decode.configs import make_inputs as make_inputs
@@ -61,6 +61,8 @@ def plan_forward(inputs: Inputs, config: Config | None = None) -> tuple[torch.Te
     choose.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
+    if config is None and prefill.takes(inputs):
+        return prefill.plan_forward(inputs)
     queries, heads = q.shape[-3], q.shape[-2]
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], heads, queries), dtype=torch.float32)

@@ -314,7 +314,7 @@ def plan_backward(
     config: Backward | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv, and dsinks where there are sinks, in the inputs' dtypes and contiguous, for a call that the Hopper
-    kernels take: `why_not_hopper` of flash/launch.py is None.
+    kernels take: `why_not_hopper` of flash/route.py is None.
 
     With groups or under a left limit the order cannot be `opened`.
     """

@@ -18,6 +18,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "step-paged": {"paged": True},
     "mqa": {"heads": 128, "kv_heads": 1},
     "prefill": {"queries": 512},
+    "prefill-paged": {"queries": 512, "paged": True},
     "all": {"queries": 4, "paged": True, "page": 16, "packed": True, "softcap": 30.0, "scale": -0.5, "left": 100},
 }
 
