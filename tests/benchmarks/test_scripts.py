@@ -13,6 +13,7 @@ import flash_layouts
 import harness
 import hstu
 import pytest
+import step_bits
 import table
 import torch
 from fake_flash_attn import fake_flash_attn, no_flash_attn  # noqa: F401
@@ -155,3 +156,16 @@ def test_hstu(monkeypatch, tmp_path, capsys):
     assert list(jagged["milliseconds"]) == ["dense forward", "dense backward", "dense step"]
     assert set(sparse["graph_milliseconds"]) == set(sparse["milliseconds"])
     assert set(full["tflops"]) == set(full["graph_tflops"]) == {"forward", "backward"}
+
+
+def test_bits_of_steps(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["step_bits.py", "--backend", "cpu"])
+    monkeypatch.setattr(step_bits, "TOKENS", 40)
+    monkeypatch.setattr(step_bits, "SAMPLE", (0, 17, 39))
+    step_bits.main()
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header == "| dtype, D | compared | elements that differ | largest difference, ULPs |"
+    assert len(rows) == 36
+    differences = [float(row.split(" | ")[-1].rstrip(" |")) for row in rows]
+    assert max(differences[:24]) <= 1
+    assert 0 < max(differences[24:]) < 64

@@ -1,0 +1,82 @@
+"""How far a token's output differs in its last bits between ways to compute it: in steps of several sizes over a cache,
+as a prefill, as training's forward.
+
+python benchmarks/step_bits.py                      # the kernels: on a GPU, elsewhere interpreted, in some three minutes
+python benchmarks/step_bits.py --backend cpu
+
+Normally distributed queries, keys and values; 8 query and 2 KV heads. Differences are counted in units of the last
+place, in the output's dtype, of the largest element of a token's output by one head.
+"""
+
+import argparse
+
+from tilewise import interpreter
+
+interpreter.use_where_no_gpu()
+
+import torch  # noqa: E402
+
+from tilewise import flash_attention, flash_attention_with_kvcache  # noqa: E402
+
+TOKENS, HEADS, KV_HEADS = 1600, 8, 2
+# Tokens that are compared: at edges of tiles and splits, and between them.
+SAMPLE = (0, 63, 64, 127, 128, 200, 255, 256, 400, 511, 512, 513, 700, 800, 1023, 1024, 1300, 1599)
+
+
+class Attention:
+    """One sequence, and its tokens' outputs [len(SAMPLE), HEADS, D] by each way."""
+
+    def __init__(self, dtype: torch.dtype, channels: int, backend: str, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((1, TOKENS, heads, channels) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        self.q, self.k, self.v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        self.backend = backend
+
+    def steps(self, size: int, num_splits: int = 0) -> torch.Tensor:
+        """By steps of `size` tokens; those with a token of the sample are computed, once each."""
+        found: dict[int, torch.Tensor] = {}
+        for start in sorted({token // size * size for token in SAMPLE}):
+            end = min(start + size, TOKENS)
+            q, options = self.q[:, start:end], {"num_splits": num_splits, "backend": self.backend}
+            o = flash_attention_with_kvcache(q, self.k, self.v, cache_seqlens=end, **options)[0]
+            found |= {token: o[token - start] for token in SAMPLE if start <= token < end}
+        return torch.stack([found[token] for token in SAMPLE])
+
+    def training(self) -> torch.Tensor:
+        """By flash_attention over the whole sequence."""
+        return flash_attention(self.q, self.k, self.v, causal=True, backend=self.backend)[0, list(SAMPLE)]
+
+
+def units(x: torch.Tensor) -> torch.Tensor:
+    """The unit in the last place of the largest element of each row."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    return 2.0 ** (torch.floor(torch.log2(largest)) + torch.log2(torch.tensor(torch.finfo(x.dtype).eps)))
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="triton", choices=("triton", "cpu"))
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() and options.backend == "triton" else "cpu"
+    print("| dtype, D | compared | elements that differ | largest difference, ULPs |\n|---|---|---|---|")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for channels in (64, 128):
+            run = Attention(dtype, channels, options.backend, device)
+            one, unsplit, prefill = run.steps(1), run.steps(1, num_splits=1), run.steps(TOKENS)
+            rows = {
+                "steps of 1, steps of 4": (one, run.steps(4)),
+                "steps of 1, a prefill": (one, prefill),
+                "steps of 1 with num_splits=1, a prefill": (unsplit, prefill),
+                "a prefill, steps of 100": (prefill, run.steps(100)),
+                "steps of 1, flash_attention": (one, run.training()),
+                "steps of 1 with num_splits=1, flash_attention": (unsplit, run.training()),
+            }
+            for name, (x, y) in rows.items():
+                differ = 100 * (x != y).double().mean().item()
+                most = ((x.double() - y.double()).abs() / units(x)).max().item()
+                print(f"| {str(dtype).removeprefix('torch.')}, {channels} | {name} | {differ:.2f} % | {most:.2g} |")
+
+
+if __name__ == "__main__":
+    main()
