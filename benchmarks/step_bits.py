@@ -1,7 +1,7 @@
 """How far a token's output differs in its last bits between ways to compute it: in steps of several sizes over a cache,
 as a prefill, as training's forward.
 
-python benchmarks/step_bits.py                      # the kernels: on a GPU, elsewhere interpreted, in some three minutes
+python benchmarks/step_bits.py                      # the kernels: on a GPU, or interpreted in some three minutes
 python benchmarks/step_bits.py --backend cpu
 
 Normally distributed queries, keys and values; 8 query and 2 KV heads. Differences are counted in units of the last
