@@ -26,7 +26,7 @@ from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.operator import Operator
 
 FILE = Path(__file__).parents[1] / "tests/data/fast_cases.json"
-INTERPRETED = Implementation("triton", "cpu", interpreted=True)
+INTERPRETED, CPU = Implementation("triton", "cpu", interpreted=True), Implementation("cpu", "cpu")
 # How many cases of different shapes are to catch a bug.
 TWICE = 2
 # Named cases other than `small` are long: interpreted, one takes minutes.
@@ -62,12 +62,19 @@ def is_wrong(result: Result) -> bool:
     return not result.passed and result.statuses != (HANG,)
 
 
+def checks_for(operator: Operator, bug: str, cases: list[str]) -> tuple[Check, ...]:
+    """These cases on the backend that a bug is planted in."""
+    backend = next(mutant.backend for mutant in planted(operator) if mutant.name == bug)
+    runs = CPU if backend == "cpu" else INTERPRETED
+    return tuple(Check(operator.name, runs, case, "bf16", Settings()) for case in cases)
+
+
 def catches(operator: Operator, bugs: list[str], cases: list[Case]) -> dict[str, list[str]]:
     """By planted bug the cases that catch it."""
     if not cases or not bugs:
         return {}
-    checks = tuple(Check(operator.name, INTERPRETED, case.name, "bf16", Settings()) for case in cases)
-    found = run_jobs([Job(checks, bug) for bug in bugs])
+    names = [case.name for case in cases]
+    found = run_jobs([Job(checks_for(operator, bug, names), bug) for bug in bugs])
     return {
         bug: [result.check.case for result in results if is_wrong(result)]
         for bug, results in zip(bugs, found, strict=True)

@@ -52,6 +52,7 @@ def launches(operator: str, case: Case, dtype: torch.dtype, architecture: int, f
 
     # Only shapes, strides and dtypes are kept, not values.
     tensors = {name: _without_data(x) for name, x in problem.tensors(fill).items()}
+    forward_only = forward_only or not problem.differentiable
     leaves = [x.requires_grad_(not forward_only) for x in tensors.values() if x.is_floating_point()]
     with capture(architecture) as found:
         results = workbench.find(operator).load("function")(**problem.arguments(tensors), **problem.options())

@@ -5,7 +5,8 @@ Prints what is wrong with the first launch that it catches as JSON.
 import json
 import sys
 
-from tilewise.verify.suite import Mutant, plant
+from tilewise.verify.planting import plant
+from tilewise.verify.suite import Mutant
 
 part, module, old, new = sys.argv[1:]
 plant(Mutant("a narrow offset", "an offset in 32 bits", module, old, new))

@@ -3,7 +3,8 @@
 import sys
 
 from tilewise import interpreter
-from tilewise.verify.suite import Mutant, plant
+from tilewise.verify.planting import plant
+from tilewise.verify.suite import Mutant
 
 interpreter.use_where_no_gpu()
 module, old, new, *arguments = sys.argv[1:]

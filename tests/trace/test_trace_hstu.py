@@ -173,7 +173,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from tilewise import interpreter
-from tilewise.verify.suite import plant
+from tilewise.verify.planting import plant
 from tilewise.verify.suite import Mutant
 interpreter.use_where_no_gpu()
 module, old, new, request, out = sys.argv[1:]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from battery import FAST, triton_cases
-from fast_cases import INTERPRETED, choose, features, is_wrong, shape
+from fast_cases import checks_for, choose, features, is_wrong, shape
 
 from tilewise import workbench
 from tilewise.verify import verify
 from tilewise.verify.api import score
 from tilewise.verify.plan import DTYPES
-from tilewise.verify.result import Check, Settings
+from tilewise.verify.result import Settings
 from tilewise.verify.suite import Case, Mutant
 from tilewise.verify.worker import Job, run_jobs
 from tilewise.workbench.flash import cases as flash
@@ -46,10 +46,7 @@ def test_every_planted_bug_is_caught(operator):
 def test_the_fast_cases_catch_every_planted_bug_twice(operator):
     """Or once, where the file says so: in all of the battery no second shape catches those."""
     caught_by = FAST[operator.name]["caught_by"]
-    jobs = [
-        Job(tuple(Check(operator.name, INTERPRETED, case, "bf16", Settings()) for case in cases), bug)
-        for bug, cases in caught_by.items()
-    ]
+    jobs = [Job(checks_for(operator, bug, cases), bug) for bug, cases in caught_by.items()]
     assert len(jobs) >= 15
     missed = [
         (bug, result.check.case)

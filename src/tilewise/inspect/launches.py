@@ -157,7 +157,7 @@ def case_launches(
     operators are collected from by `capture`, which takes tensors of any device.
     """
     problem = case.problem
-    tensors = {name: _placed(x, dtype, device) for name, x in problem.tensors(_zeros).items()}
+    tensors = {name: _placed(x, dtype, device, problem.differentiable) for name, x in problem.tensors(_zeros).items()}
     leaves = [x for x in tensors.values() if x.requires_grad]
     # An operator's backward is observed as its forward was, so one list takes both.
     with collecting(architecture) as launches:
@@ -176,12 +176,12 @@ def _zeros(_name: str, shape: tuple[int, ...], _size: float) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 
-def _placed(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _placed(x: torch.Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
     """Strides are kept; integers keep their dtype."""
     if not x.is_floating_point():
         return x.to(device)
     empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
-    return (empty if device.type == "meta" else empty.zero_()).requires_grad_()
+    return (empty if device.type == "meta" else empty.zero_()).requires_grad_(requires_grad)
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:

@@ -165,6 +165,7 @@ def score(
     # One dtype after the other: most bugs show in any.
     order = sorted(dtypes, key=lambda dtype: dtype != "bf16")
     checks = tuple(Check(operator.name, kernels, name, dtype, settings) for dtype in order for name in names)
+    on_cpu = tuple(replace(check, implementation=i) for i in implementations() if i.name == "cpu" for check in checks)
     # One that shows in one use alone passes all of them.
     uses = plan(operator, None, (), order[:1], settings)
     on_hopper = tuple(
@@ -177,6 +178,8 @@ def score(
     def checks_for(mutant: Mutant) -> tuple[Check, ...]:
         if mutant.capability and kernels.interpreted:
             return on_hopper
+        if mutant.backend == "cpu":
+            return on_cpu
         if kernels.name == HOPPER:
             return ()
         used = tuple(check for check in uses if check.use == mutant.use and check.implementation == kernels)

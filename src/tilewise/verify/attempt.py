@@ -32,11 +32,25 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shape, dtype and every bit agree."""
+    """Whether shape, dtype and every bit agree; one NaN is like another, for conversions differ in its bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A row of bytes for each element."""
+    x = x.masked_fill(x.isnan(), torch.nan) if x.is_floating_point() else x
+    return x.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def wrong_update(name: str, before: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """What is wrong with an input that is written in place, where any bit is; empty where none is."""
+    if same_bits(actual, expected):
+        return ""
+    old, found, wanted = map(_bits, (before, actual, expected))
+    wrong, written = ((x != wanted).any(-1).view(expected.shape) for x in (found, old))
     return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        f"{name}: {int((wrong & written).sum())} of the {int(written.sum())} elements that change are wrong, and"
+        f" {int((wrong & ~written).sum())} that do not have changed; the first at {wrong.nonzero()[0].tolist()}"
     )
 
 
@@ -47,6 +61,7 @@ def are_within(first: Attempt, second: Attempt, allowed: dict[str, float]) -> bo
     pairs = ((x, second.results[name], allowed.get(name, 0.0)) for name, x in first.results.items())
     return all(
         x is y
+        or (x is not None and y is not None and same_bits(x, y))
         or (
             x is not None
             and y is not None

@@ -164,9 +164,13 @@ def leaves_of(inputs: Tensors, wanted: Collection[str]) -> Tensors:
 def outputs_of(
     problem: Problem, function: Callable[..., Any], leaves: Tensors, may_lack: Sequence[str] = (), **further: Any
 ) -> Tensors:
-    """What `function` returns, by name. The outputs that it `may_lack`, the last, are all there or none is."""
+    """What `function` returns, by name, and the inputs that it writes.
+
+    The outputs that it `may_lack`, the last, are all there or none is.
+    """
     returned = function(**problem.arguments(leaves), **problem.options(), **further)
-    return _named(problem, returned, next(iter(leaves.values())).device, may_lack)
+    outputs = _named(problem, returned, next(iter(leaves.values())).device, may_lack)
+    return outputs | {name: leaves[name] for name in problem.updates}
 
 
 def copies(outputs: Tensors) -> dict[str, torch.Tensor | None]:

@@ -13,6 +13,7 @@ ERROR, CRASH, HANG = "error", "crash", "hang"
 # Verify's own failure: our bug, not the implementation's.
 INTERNAL = "verify itself failed"
 UNWRITTEN, MODIFIED, OVERRUN = "left unwritten", "inputs modified", "out-of-bounds write"
+UPDATE = "wrong update"
 UNREPEATABLE, BATCH_ORDER = "differs between runs", "depends on the batch order"
 SCHEDULE = "depends on the schedule"
 PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (

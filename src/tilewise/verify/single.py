@@ -12,7 +12,16 @@ import torch
 
 from tilewise import interpreter
 from tilewise.verify import uses
-from tilewise.verify.attempt import Attempt, are_within, differing, error_finding, gpu_answers, memory_of, same_bits
+from tilewise.verify.attempt import (
+    Attempt,
+    are_within,
+    differing,
+    error_finding,
+    gpu_answers,
+    memory_of,
+    same_bits,
+    wrong_update,
+)
 from tilewise.verify.compare import NON_FINITE, UNFIT, Comparison, Limits, compare, is_telling, limits_from_eager
 from tilewise.verify.eager import ProductsThroughFp32, SlopesRounded
 from tilewise.verify.implementation import Incoming, ModifiedError, accepted, evaluate, pinned
@@ -31,6 +40,7 @@ from tilewise.verify.result import (
     STRIDED,
     UNREPEATABLE,
     UNWRITTEN,
+    UPDATE,
     WARNING,
     Check,
     Finding,
@@ -72,7 +82,7 @@ class Single:
         # Results of eager torch in 16 bits that fp32 took the place of.
         self._hopeless: Tensors = {}
         self._values = make_inputs(problem, check.settings.fill, check.settings.seed)
-        self.incoming: Incoming | None = self._incoming if check.settings.gradients else None
+        self.incoming: Incoming | None = self._incoming if check.settings.gradients and problem.differentiable else None
 
     @pinned()
     def _incoming(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -153,9 +163,13 @@ class Single:
         findings = [Finding(CHANGES_SETTINGS, change) for change in changes]
         for name, x in inputs.items():
             values, memory = before[name]
-            if not same_bits(x, values):
+            if name in self.problem.updates:
+                # What it holds is judged later; what lies around it stays.
+                torch.as_strided(memory.view(x.dtype), x.shape, x.stride(), x.storage_offset()).copy_(x)
+            elif not same_bits(x, values):
                 findings.append(Finding(MODIFIED, f"{name} is not what it was before the call"))
-            elif not torch.equal(memory_of(x), memory):
+                continue
+            if not torch.equal(memory_of(x), memory):
                 findings.append(Finding(OVERRUN, f"memory next to {name} was written"))
         overrun = watch.overrun() if watch else ""
         return Attempt(results, (*findings, *((Finding(OVERRUN, overrun),) if overrun else ())))
@@ -175,13 +189,19 @@ class Single:
             wrong = self.problem.judge_choice(name, choice, inputs, self.dtype)
             findings += [Finding(CHOICE, f"{name}: {wrong}")] if wrong else []
         given = self.problem.given_choice(choices)
+        old = {name: inputs[name].clone() for name in self.problem.updates}
         truth, eager = self._truth_and_eager(inputs, given)
+        for name, x in old.items():
+            actual = attempt.results[name]
+            assert actual is not None
+            wrong = wrong_update(name, x, actual, eager[name])
+            findings += [Finding(UPDATE, wrong)] if wrong else []
         further = self._storage_cost(inputs, given, truth)
         misshapen = any(outputs[name].shape != truth[name].shape for name in outputs)
         comparisons: list[Comparison] = []
         unfit: list[Comparison] = []
         for name, expected in truth.items():
-            if name in choices or name in self._lacking or (misshapen and name not in outputs):
+            if name in (*choices, *old) or name in self._lacking or (misshapen and name not in outputs):
                 continue
             actual = attempt.results[name]
             if actual is None and not bool(expected.any()):
@@ -194,7 +214,9 @@ class Single:
             # All-zero results, such as the gradient of a gate without a branch, are no candidates for what another
             # tensor holds by mistake.
             others = {
-                other: x for other, x in truth.items() if other != name and other not in choices and bool(x.any())
+                other: x
+                for other, x in truth.items()
+                if other != name and other not in (*choices, *old) and bool(x.any())
             }
             one = self._compare_one(name, actual, truth, eager[name], further.get(name), others)
             (unfit if self._is_unfit_by_design(one, actual, expected) else comparisons).append(one)
@@ -258,7 +280,7 @@ class Single:
             with SlopesRounded():
                 wide = results(inputs, compute_dtype=torch.float32)
             for name, x in eager.items():
-                if name in self.problem.choices:
+                if name in (*self.problem.choices, *self.problem.updates):
                     continue
                 # fp32 results are held to fp32's error; and where 16 bits lose everything on the way, fp32 tells what
                 # rounding the result costs.
@@ -375,7 +397,7 @@ class Single:
         """
         mirrored, incoming = self.reversed()
         floating = [name for name, x in self._values.items() if x.is_floating_point() and x.numel()]
-        if any(not torch.equal(mirrored[name], self._values[name].to(mirrored[name])) for name in floating):
+        if any(not same_bits(mirrored[name], self._values[name].to(mirrored[name])) for name in floating):
             return mirrored, incoming
         inputs = self.inputs(torch.nan)
         for name, x in make_inputs(self.problem, "random", self.check.settings.seed + 1).items():

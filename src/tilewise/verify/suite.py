@@ -1,22 +1,16 @@
 """What an operator declares to be verified: its problem, named cases, planted bugs, and how to draw further cases.
 
 A problem is one operator's sizes and options, read and written as one line (`B=1,T=64,causal=true`); it makes the
-inputs. `plant` rewrites the source of one module of tilewise.ops as it is imported.
+inputs. planting.py plants the bugs.
 """
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import itertools
-import linecache
 import math
 import re
-import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -43,6 +37,10 @@ class Problem:
     exact: ClassVar[tuple[str, ...]] = ()
     # Outputs that are choices, integers: judged by `judge_choice`, since more than one may be right.
     choices: ClassVar[tuple[str, ...]] = ()
+    # Inputs that the function writes in place, as the reference does: judged bit by bit.
+    updates: ClassVar[tuple[str, ...]] = ()
+    # Whether results have gradients.
+    differentiable: ClassVar[bool] = True
     # Arguments with which the public function returns all of them, as the reference always does.
     returning: ClassVar[dict[str, Any]] = {}
 
@@ -327,6 +325,11 @@ class Mutant:
     use: str = ""
     simulated: bool = False
 
+    @property
+    def backend(self) -> str:
+        """The backend whose code it is in."""
+        return "cpu" if self.module.endswith(".cpu") else "triton"
+
     def plant(self, source: str) -> str:
         """The source with the bug; a ValueError if `old` is not in it, since then nothing would be planted."""
         # Differences in whitespace and trailing commas are ignored, so that reformatting a kernel does not disarm a
@@ -404,46 +407,3 @@ class Suite:
             return True
 
         return tuple(case for case in self.cases if runs(case))
-
-
-def plant(mutant: Mutant) -> None:
-    """From now on this process imports `mutant.module` with its bug; nothing of tilewise.ops may have been imported
-    before.
-    """
-    imported = [name for name in sys.modules if name.startswith("tilewise.ops")]
-    if imported:
-        raise RuntimeError(
-            f"{imported[0]} is already imported, so {mutant.name!r} cannot be planted: plant in a fresh process"
-        )
-    sys.meta_path.insert(0, _Finder(mutant))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != f"tilewise.ops.{self._mutant.module}":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(fullname)
-        with open(spec.origin, encoding="utf-8") as file:
-            source = self._mutant.plant(file.read())
-        loader = _Loader(f"<{self._mutant.name} in {self._mutant.module}>", source)
-        return importlib.util.spec_from_loader(fullname, loader)
-
-
-class _Loader(importlib.abc.SourceLoader):
-    def __init__(self, filename: str, source: str) -> None:
-        self._filename, self._source = filename, source
-        # Triton finds a kernel's source by its file name.
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-
-    def get_filename(self, _fullname: str) -> str:
-        return self._filename
-
-    def get_data(self, _path: str) -> bytes:
-        return self._source.encode()

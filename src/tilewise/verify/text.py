@@ -210,9 +210,14 @@ def verdict_lines(report: Report) -> list[str]:
         return [*lines, f"FAIL: all {count} checks passed{more}, {skipped}"]
     if not report.passed:
         return [*lines, f"FAIL: all {count} checks passed, but they miss planted bugs{more}"]
-    judged = "outputs and gradients" if all(result.check.settings.gradients for result in report.results) else "outputs"
+    judged = "outputs and gradients" if any(map(_has_gradients, report.results)) else "outputs"
     judged += ", as far as they are judged," if any(finding.severity == NOTE for finding in findings) else ""
     return [*lines, f"PASS: all {count} checks passed: {judged} against fp64 truth{more}"]
+
+
+def _has_gradients(result: Result) -> bool:
+    suite: Suite = workbench.find(result.check.operator).load("suite")
+    return result.check.settings.gradients and suite.problem.differentiable
 
 
 def skips(report: Report) -> str:

@@ -125,7 +125,9 @@ def _without_gradients(use: Ordinary) -> Iterator[Pair]:
             with mode():
                 return copies(use.forward(leaves))
 
-        yield Pair(what, _only(use.first, use.subject.problem.outputs), use.subject.attempt(inputs, run))
+        problem = use.subject.problem
+        expected = _only(use.first, (*problem.outputs, *problem.updates))
+        yield Pair(what, expected, use.subject.attempt(inputs, run))
 
 
 def _without_optional_outputs(use: Ordinary) -> Iterator[Pair]:
@@ -208,7 +210,8 @@ def _two_calls(use: Ordinary) -> Iterator[Pair]:
         second.update(use.backward(other_outputs, other_leaves, other_incoming))
         return results
 
-    first = subject.attempt({**inputs, **{f"the second {name}": x for name, x in others.items()}}, run)
+    second_only = {f"the second {name}": x for name, x in others.items() if name not in subject.problem.updates}
+    first = subject.attempt({**inputs, **second_only}, run)
     yield Pair("the first of two calls, both forwards before its backward", use.first, first)
     if not first.findings:
         yield Pair("the second of the two", use.other(), Attempt(second))
@@ -216,7 +219,8 @@ def _two_calls(use: Ordinary) -> Iterator[Pair]:
 
 def _same_tensor(use: Ordinary) -> Iterator[Pair]:
     subject = use.subject
-    groups = _alike(subject.inputs(torch.nan))
+    inputs = subject.inputs(torch.nan)
+    groups = _alike({name: x for name, x in inputs.items() if name not in subject.problem.updates})
     if not groups:
         return
     # The same values in several tensors, and then in one.
@@ -323,7 +327,7 @@ def applies(name: str, problem: Problem, gradients: bool) -> bool:
     """Whether the use of that name has anything to try, as far as that is known before a run."""
     if name == "fewer-outputs":
         return bool(problem.returning)
-    return gradients or name not in ("some-inputs", "second-backward")
+    return (gradients and problem.differentiable) or name not in ("some-inputs", "second-backward")
 
 
 def find(name: str, ordinary: Ordinary, external: bool) -> list[Finding]:

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from tilewise import interpreter, workbench
-from tilewise.verify import suite
 from tilewise.verify.implementation import check_signature, load_function
+from tilewise.verify.planting import plant
 from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
 from tilewise.verify.suite import Suite
 from tilewise.verify.time_limits import LOOK_EVERY, Budget, HangError, Watchdog
@@ -255,7 +255,7 @@ def _serve(connection: Connection, setup: _Setup) -> None:
     # Nor is the C++ stack with which torch says, on some CPUs, that it multiplies 16-bit numbers another way.
     warnings.filterwarnings("ignore", ".*failed, switching to", UserWarning)
     if setup.mutant:
-        suite.plant(next(mutant for mutant in _suite(setup.operator).mutants if mutant.name == setup.mutant))
+        plant(next(mutant for mutant in _suite(setup.operator).mutants if mutant.name == setup.mutant))
     import torch
 
     torch.set_num_threads(setup.threads)

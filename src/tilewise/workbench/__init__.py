@@ -10,6 +10,7 @@ from tilewise.workbench.operator import GROWTH, Operator, UsageError, did_you_me
 OPERATORS = {
     "flash": "tilewise.workbench.flash:FLASH",
     "flash-hopper": "tilewise.workbench.flash:HOPPER",
+    "flash-decode": "tilewise.workbench.flash:DECODE",
     "nsa": "tilewise.workbench.nsa:NSA",
     "nsa-compressed": "tilewise.workbench.nsa:COMPRESSED",
     "nsa-selected": "tilewise.workbench.nsa:SELECTED",

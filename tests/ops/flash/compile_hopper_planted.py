@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tilewise.verify.suite import plant
+from tilewise.verify.planting import plant
 from tilewise.workbench.flash.planted import HOPPER
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))

@@ -9,7 +9,8 @@ import sys
 
 import torch
 
-from tilewise.verify.suite import Mutant, plant
+from tilewise.verify.planting import plant
+from tilewise.verify.suite import Mutant
 
 
 class WithoutTaps(Mutant):

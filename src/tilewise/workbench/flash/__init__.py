@@ -27,3 +27,15 @@ HOPPER = Operator(
     audit=Missing("flash's audit has them too: inspect flash --audit"),
     part_of="flash",
 )
+DECODE = Operator(
+    name="flash-decode",
+    summary="attention over a cache, dense or in pages, which new keys are written into",
+    function="tilewise.workbench.flash.decode.calls:attend",
+    reference="tilewise.workbench.flash.decode.calls:reference",
+    suite="tilewise.workbench.flash.decode.cases:SUITE",
+    configs=Missing("its cases run them"),
+    trace=Missing("its values have no names"),
+    bench=Missing("benchmarks/decode.py times it, on a GPU"),
+    launches="tilewise.workbench.flash.decode.inspect:LAUNCHES",
+    audit=("tilewise.workbench.flash.decode.inspect:audit_cases",),
+)

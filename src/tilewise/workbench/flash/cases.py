@@ -24,6 +24,15 @@ SINKS = ("", "plain", "fp32", "large", "off")
 LARGE_SINKS, LARGEST_SINK = 5000.0, 3e4
 
 
+def make_sinks(fill: Fill, kind: str, heads: int) -> Tensors:
+    """Of one of SINKS, by name."""
+    if not kind:
+        return {}
+    # fp16 holds the largest, whatever the law.
+    x = fill("sinks", (heads,), LARGE_SINKS if kind == "large" else 1.0).clamp(-LARGEST_SINK, LARGEST_SINK)
+    return {"sinks": x.where(torch.arange(heads) % 2 == 0, -torch.inf) if kind == "off" else x}
+
+
 @dataclass(frozen=True)
 class Flash(Problem):
     """T queries and Tk keys (T where 0), or packed sequences of `lengths`; Hk and Dv are H and D where 0; `size`
@@ -53,12 +62,7 @@ class Flash(Problem):
 
     def tensors(self, fill: Fill) -> Tensors:
         """q, k, v, the offsets of packed sequences, and sinks."""
-        return self._qkv(fill) | ({"sinks": self._sinks(fill)} if self.sinks else {})
-
-    def _sinks(self, fill: Fill) -> torch.Tensor:
-        # fp16 holds the largest, whatever the law.
-        x = fill("sinks", (self.H,), LARGE_SINKS if self.sinks == "large" else 1.0).clamp(-LARGEST_SINK, LARGEST_SINK)
-        return x.where(torch.arange(self.H) % 2 == 0, -torch.inf) if self.sinks == "off" else x
+        return self._qkv(fill) | make_sinks(fill, self.sinks, self.H)
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
         """Sinks in fp32 beside 16-bit tensors, where that is what the problem is for."""
