@@ -12,7 +12,7 @@ import pytest
 
 import mytorch
 import tilewise
-from tilewise import interpreter, nn, trace, verify
+from tilewise import interpreter, nn, parallel, trace, verify
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -149,7 +149,7 @@ def test_the_first_call_prints_what_the_page_shows():
     assert out.getvalue() == shown
 
 
-MODULES = (tilewise, nn, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+MODULES = (tilewise, nn, parallel, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
 # Names for methods of Tensor, and classes of numbers that NumPy documents.
 NOT_SHOWN = {"mytorch": {"cat", "einsum", "stack", "bool_", "float16", "float32", "float64", "int64"}}
 

@@ -76,6 +76,13 @@ def check_last_axis(x: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}'s last axis has stride {x.stride(-1)}: {expected} (got shape {list(x.shape)})")
 
 
+def check_none_given(plan: str, **arguments: Any) -> None:
+    """Nothing that a ContextPlan has itself, or that goes with none."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise ValueError(f"{name} is given with {plan}: the plan has the offsets of its batch; leave {name} out")
+
+
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     """Everything about q, k and v together: heads, channels, batch and lengths that fit."""
     tensors = {"q": q, "k": k, "v": v}

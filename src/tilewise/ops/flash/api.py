@@ -1,6 +1,6 @@
 """`flash_attention`: checks, autograd, choice of backend."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,8 @@ from tilewise.ops.flash.decode.api import attend_cached
 
 if HAS_TRITON:
     from tilewise.ops.flash import launch
+if TYPE_CHECKING:
+    from tilewise.parallel import ContextPlan
 
 
 @autocasting
@@ -36,6 +38,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
+    parallel: "ContextPlan | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, `softmax(scale · q kᵀ) v`, without ever building the score matrix.
 
@@ -71,6 +74,9 @@ def flash_attention(
             gains by it, unless torch.use_deterministic_algorithms(True) is in force when the forward is called.
         backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
             raises, never falls back.
+        parallel: a `tilewise.parallel.ContextPlan`: q, k and v are this rank's tokens of sequences that several
+            processes share, `[B, T_local, H, ·]` or packed `[N_local, H, ·]`, and so are the results. Offsets are the
+            plan's. The gradient of sinks is this rank's part.
 
     Returns:
         The output `[B, Tq, Hq, Dv]` (or `[Nq, Hq, Dv]`) in q's dtype. With return_lse also the natural logarithm of the
@@ -83,6 +89,31 @@ def flash_attention(
     if not deterministic:
         # Decided here, at the forward, and part of what a remembered problem is found by.
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if parallel is not None:
+        checks.check_none_given(
+            "parallel",
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            page_table=page_table,
+            num_splits=num_splits or None,
+        )
+        o, lse = parallel.flash_attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window_size=window_size,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            deterministic=deterministic,
+            backend=backend,
+        )
+        return (o, lse) if return_lse else o
     if seqused_k is not None or leftpad_k is not None or page_table is not None:
         if cu_seqlens_k is not None:
             raise ValueError(

@@ -1,0 +1,5 @@
+"""One sequence over several processes."""
+
+from tilewise.parallel.plan import ContextPlan
+
+__all__ = ["ContextPlan"]

@@ -1,0 +1,241 @@
+"""flash_attention over the ranks of a ContextPlan: which keys come when, and how parts become results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.ops._host import checks
+from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops.flash.api import flash_attention, flash_backward, flash_forward
+from tilewise.parallel import ring
+from tilewise.parallel.calls import Call, calls, gathered
+from tilewise.parallel.exchange import Fetch, Pending
+from tilewise.parallel.rows import Rows
+
+if TYPE_CHECKING:
+    from tilewise.parallel.plan import ContextPlan
+
+Tensor = torch.Tensor
+
+# K and V of the heads that are fetched at a time, at most, in bytes; one KV head at least.
+FETCHED_BYTES = 1 << 28
+
+
+class Options(NamedTuple):
+    """A call's options; window limits of -1 are none."""
+
+    window: tuple[int, int]
+    scale: float
+    softcap: float
+    deterministic: bool
+    backend: str
+
+    def of(self, call: Call) -> tuple[Any, ...]:
+        """As the operators take them for a part."""
+        return False, call.left, call.right, self.scale, self.softcap, self.deterministic, self.backend
+
+
+def attend(
+    plan: ContextPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of this rank's queries."""
+    checks.check_qkv(q, k, v, plan.packed)
+    checks.check_window(window_size)
+    axis = 0 if plan.packed else 1
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        plan.check_local(x, name, axis)
+    backend = resolve_backend(backend, q.device)
+    if sinks is not None:
+        checks.check_sinks(sinks, q, backend)
+    left, right = window_size
+    scale = q.shape[-1] ** -0.5 if scale is None else checks.as_float(scale)
+    options = Options((left, 0 if causal else right), scale, checks.as_float(softcap), deterministic, backend)
+    shapes = [[*x.shape[:axis], "tokens", *x.shape[axis + 1 :]] for x in (q, k, v)]
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    plan.agree(f"flash_attention of {shapes} {q.dtype}, {options}, sinks {sinks is not None}, {needs_grad}", q.device)
+    if backend == "reference":
+        return _by_reference(plan, q, k, v, sinks, options)
+    function = Gathered if plan.method == "all_gather" else ring.Ring
+    return function.apply(q, k, v, sinks, plan, options)
+
+
+def _by_reference(
+    plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The definition: all keys that are seen, fetched at once."""
+    rows = Rows(plan.packed)
+    exchange = plan.exchange(options.window, q.device)
+    keys, values = (rows.back(Fetch.apply(rows.first(x), exchange)) for x in (k, v))
+    parts, places = [], []
+    for call in _calls(plan, options, rows.count(keys), q.device):
+        parts.append(
+            flash_attention(
+                rows.take(q, call.rows),
+                rows.take(keys, call.keys),
+                rows.take(values, call.keys),
+                window_size=(call.left, call.right),
+                scale=options.scale,
+                softcap=options.softcap,
+                cu_seqlens_q=call.cu_q,
+                cu_seqlens_k=call.cu_k,
+                sinks=sinks,
+                return_lse=True,
+                backend="reference",
+            )
+        )
+        places.append(rows.numbers(call.rows, q.device))
+    if not parts:
+        # Nothing is here; what was fetched takes part, for gradients are exchanged too.
+        o = q.new_zeros((*q.shape[:-1], v.shape[-1])) + 0 * (keys.sum() + values.sum() + q.sum())
+        return o, q.new_zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]))
+    back = torch.argsort(torch.cat(places))
+    o = torch.cat([o for o, _ in parts], rows.axis).index_select(rows.axis, back)
+    return o, torch.cat([lse for _, lse in parts], -1).index_select(-1, back)
+
+
+def _calls(plan: ContextPlan, options: Options, key_rows: int, device: torch.device) -> list[Call]:
+    key = "gathered", options.window, device
+    if key not in plan.calls:
+        mine = plan.segments[plan.rank]
+        lists = gathered(mine, plan.needs(plan.rank, options.window), plan.lengths, options.window)
+        plan.calls[key] = list(calls(lists, plan.packed, key_rows, device))
+    return plan.calls[key]
+
+
+class Heads(NamedTuple):
+    """Some KV heads, and the query heads that read them."""
+
+    keys: slice
+    queries: slice
+
+
+def heads_at_a_time(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor) -> list[Heads]:
+    """Heads whose K and V of the whole batch fit into FETCHED_BYTES: the same on all ranks."""
+    batch = 1 if plan.packed else k.shape[0]
+    a_head = batch * plan.tokens * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    count, group = k.shape[-2], q.shape[-2] // k.shape[-2]
+    step = min(count, max(1, FETCHED_BYTES // max(1, a_head)))
+    ends = [*range(0, count, step), count]
+    return [Heads(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(ends)]
+
+
+class Fetching:
+    """K and V of some heads after others: the next are on their way while one computes with these."""
+
+    def __init__(
+        self, plan: ContextPlan, window: tuple[int, int], k: Tensor, v: Tensor, heads: Sequence[Heads]
+    ) -> None:
+        self._exchange = plan.exchange(window, k.device)
+        self._rows = Rows(plan.packed)
+        self._k, self._v, self._heads = k, v, heads
+
+    def _start(self, of: Heads) -> tuple[Pending, Pending]:
+        k, v = (self._exchange.fetch(self._rows.first(x[..., of.keys, :])) for x in (self._k, self._v))
+        return k, v
+
+    def __iter__(self) -> Iterator[tuple[Heads, Tensor, Tensor]]:
+        coming = self._start(self._heads[0])
+        for i, of in enumerate(self._heads):
+            k, v = (self._rows.back(x.wait()) for x in coming)
+            if i + 1 < len(self._heads):
+                coming = self._start(self._heads[i + 1])
+            yield of, k, v
+
+
+class Gathered(torch.autograd.Function):
+    """Keys and values that are seen come here, some heads at a time; their gradients go home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ContextPlan, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        """Output and LSE of local queries."""
+        ctx.plan, ctx.options = plan, options
+        ctx.set_materialize_grads(False)
+        rows = Rows(plan.packed)
+        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+        for heads, keys, values in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
+            some_sinks = None if sinks is None else sinks[heads.queries]
+            for call in _calls(plan, options, rows.count(keys), q.device):
+                tensors = (
+                    rows.take(q[..., heads.queries, :], call.rows),
+                    rows.take(keys, call.keys),
+                    rows.take(values, call.keys),
+                )
+                given = (*tensors, call.cu_q, call.cu_k, some_sinks)
+                o_part, lse_part = flash_forward.call_checked(given, (None, None, 0, *options.of(call)))
+                rows.put(o[..., heads.queries, :], call.rows, o_part)
+                rows.put_lse(lse[..., heads.queries, :], call.rows, lse_part)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Those of local q, k and v; this rank's part of dsinks."""
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        plan, options = ctx.plan, ctx.options
+        do, dlse = gradients
+        do = torch.zeros_like(o) if do is None else do
+        rows, exchange = Rows(plan.packed), plan.exchange(options.window, q.device)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        going: tuple[Heads, Pending, Pending] | None = None
+
+        def arrive() -> None:
+            if going is not None:
+                heads, *parts = going
+                for x, part in zip((dk, dv), parts, strict=True):
+                    x[..., heads.keys, :] = rows.back(part.wait())
+
+        for heads, keys, values in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
+            some_sinks = None if sinks is None else sinks[heads.queries]
+            found = _calls(plan, options, rows.count(keys), q.device)
+            sums = [_Sum(x, len(found)) for x in (keys, values)]
+            for call in found:
+                do_rows, q_rows, o_rows = (rows.take(x[..., heads.queries, :], call.rows) for x in (do, q, o))
+                dlse_rows, lse_rows = (
+                    None if x is None else rows.take_lse(x[..., heads.queries, :], call.rows) for x in (dlse, lse)
+                )
+                k_rows, v_rows = (rows.take(x, call.keys) for x in (keys, values))
+                given = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, some_sinks)
+                dq_part, dk_part, dv_part, dsinks_part = flash_backward.call_checked(given, options.of(call))
+                rows.put(dq[..., heads.queries, :], call.rows, dq_part)
+                for total, part in zip(sums, (dk_part, dv_part), strict=True):
+                    total.add(rows, call.keys, part)
+                if dsinks is not None:
+                    dsinks[heads.queries] += dsinks_part
+            arrive()
+            going = heads, *(exchange.bring_home(rows.first(total.result())) for total in sums)
+        arrive()
+        return dq, dk, dv, dsinks, None, None
+
+
+class _Sum:
+    """Parts of a gradient, added in fp32 in order; of a single part itself, where it is whole."""
+
+    def __init__(self, like: Tensor, parts: int) -> None:
+        dtype = like.dtype if parts == 1 else torch.promote_types(like.dtype, torch.float32)
+        self._dtype = like.dtype
+        self._total = torch.zeros_like(like, dtype=dtype)
+
+    def add(self, rows: Rows, at: slice, part: Tensor) -> None:
+        rows.take(self._total, at).add_(part)
+
+    def result(self) -> Tensor:
+        return self._total.to(self._dtype)

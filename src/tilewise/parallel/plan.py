@@ -1,0 +1,207 @@
+"""`ContextPlan`: one batch's sequences over the ranks of a process group."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.ops.flash.api import flash_attention
+from tilewise.parallel.assignment import Balance, Range, assign, join, reach, segments_of
+from tilewise.parallel.calls import Call
+from tilewise.parallel.exchange import Exchange, Fetch, explained
+from tilewise.parallel.flash import attend
+
+Tensor = torch.Tensor
+Method = Literal["all_gather", "ring"]
+
+
+class ContextPlan:
+    """Which rank of a group holds which tokens of a batch. Make one for each batch, on every rank alike, and give it to
+    all layers: `flash_attention(q, k, v, parallel=plan)`.
+
+    Args:
+        group: a torch.distributed process group, or one dimension of a DeviceMesh.
+        seq_len: tokens of each sequence of a dense batch `[B, T, ...]`.
+        cu_seqlens: or offsets `[B + 1]` of packed sequences.
+        balance: "head_tail" cuts each sequence into 2w chunks and gives rank r the chunks r and 2w-1-r, so that causal
+            work is equal; "contiguous" into w; or an int64 tensor with every token's rank.
+        method: how keys reach other ranks' queries: "all_gather", those that are seen, a few KV heads at a time; or
+            "ring", passed on from rank to rank, in less memory.
+
+    Local tensors hold this rank's tokens alone, in ascending order, sequence after sequence, without padding: as many
+    as `local_tokens`, which may differ between ranks, and be 0.
+
+    Attributes:
+        local_tokens: how many tokens this rank holds, of each sequence of a dense batch.
+        position_ids: int64 `[local_tokens]`: the position of each in its sequence.
+        local_cu_seqlens: int32 offsets of the local tokens of each packed sequence; None where dense.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        seq_len: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        balance: Balance | Tensor = "head_tail",
+        method: Method = "all_gather",
+    ) -> None:
+        self.group = _process_group(group)
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group: make a ContextPlan on the group's own ranks alone")
+        if method not in ("all_gather", "ring"):
+            raise ValueError(f"method is {method!r}: expected 'all_gather' or 'ring'")
+        self.method = method
+        self.packed = cu_seqlens is not None
+        self.offsets = _offsets(seq_len, cu_seqlens)
+        self.tokens = self.offsets[-1]
+        self.lengths = [b - a for a, b in itertools.pairwise(self.offsets)]
+        self._owner = _owner(balance, self.offsets, self.world)
+        self._tokens = [(self._owner == rank).nonzero().flatten() for rank in range(self.world)]
+        self.segments = [segments_of(tokens, self.offsets) for tokens in self._tokens]
+        self.device = _device(group, self.group)
+        mine = self._tokens[self.rank]
+        self.counts = [len(tokens) for tokens in self._tokens]
+        self.local_tokens = len(mine)
+        bounds = torch.tensor(self.offsets)
+        sequence = torch.searchsorted(bounds, mine, right=True) - 1
+        self.position_ids = (mine - bounds[sequence]).to(self.device)
+        self.local_cu_seqlens = torch.searchsorted(mine, bounds).to(self.device, torch.int32) if self.packed else None
+        self._exchanges: dict[tuple[tuple[int, int] | None, torch.device], Exchange] = {}
+        self._rows: dict[torch.device, Tensor] = {}
+        self._agreed: set[str] = set()
+        # The calls of attention that make up this rank's part, by what they depend on.
+        self.calls: dict[tuple[Any, ...], list[Call]] = {}
+
+    def __repr__(self) -> str:
+        what = f"{len(self.offsets) - 1} packed sequences" if self.packed else f"seq_len {self.tokens}"
+        return f"ContextPlan(rank {self.rank} of {self.world}, {what}, {self.local_tokens} here, {self.method})"
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that every rank holds whole. The gradient is partial: this rank's in its
+        place, zeros elsewhere.
+        """
+        if x.shape[dim] != self.tokens:
+            raise ValueError(f"x has {x.shape[dim]} tokens in axis {dim}: the plan is for {self.tokens}")
+        if x.device not in self._rows:
+            self._rows[x.device] = self._tokens[self.rank].to(x.device)
+        return x.index_select(dim, self._rows[x.device])
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The whole tensor on every rank, from all ranks' local ones. Its gradients are summed over the ranks."""
+        dim %= x.dim()
+        self.check_local(x, "x", dim)
+        self.agree(f"unshard of {[*x.shape[:dim], 'tokens', *x.shape[dim + 1 :]]} {x.dtype}", x.device)
+        return Fetch.apply(x.transpose(0, dim), self.exchange(None, x.device)).transpose(0, dim)
+
+    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output and LSE of flash_attention's `parallel=`: local tensors, over the whole sequences."""
+        if self.world == 1:
+            o, lse = flash_attention(q, k, v, **options, cu_seqlens_q=self.local_cu_seqlens, return_lse=True)
+            return o, lse
+        return attend(self, q, k, v, **options)
+
+    def check_local(self, x: Tensor, name: str, dim: int) -> None:
+        """That x holds this rank's tokens."""
+        if x.shape[dim] != self.local_tokens:
+            raise ValueError(
+                f"{name} has {x.shape[dim]} tokens in axis {dim} (got shape {list(x.shape)}): rank {self.rank} of the"
+                f" plan holds {self.local_tokens}; use plan.shard"
+            )
+
+    def needs(self, rank: int, window: tuple[int, int]) -> list[Range]:
+        """The keys that a rank's queries see under a window, in ranges that do not touch."""
+        return join([reach(one, self.lengths[one.sequence], *window) for one in self.segments[rank]])
+
+    def exchange(self, window: tuple[int, int] | None, device: torch.device) -> Exchange:
+        """Of the keys that each rank's queries see under a window; None: of all tokens."""
+        key = window, device
+        if key not in self._exchanges:
+            if window is None:
+                needs = [torch.arange(self.tokens)] * self.world
+            else:
+                needs = [self._numbers(self.needs(rank, window)) for rank in range(self.world)]
+            self._exchanges[key] = Exchange(self.group, self.rank, self._owner, self._tokens, needs, device)
+        return self._exchanges[key]
+
+    def _numbers(self, ranges: list[Range]) -> Tensor:
+        begins = [self.offsets[one.sequence] for one in ranges]
+        parts = [torch.arange(x + one.start, x + one.stop) for x, one in zip(begins, ranges, strict=True)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+    def agree(self, call: str, device: torch.device) -> None:
+        """Raise on every rank where they are not about to do the same: once for each kind of call."""
+        if call in self._agreed:
+            return
+        text = f"{call}; plan of {self.offsets if len(self.offsets) < 10 else len(self.offsets)}, {self.method}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8)
+        digest.update(self._owner.numpy().tobytes())
+        mine = torch.tensor([int.from_bytes(digest.digest(), "big", signed=True)], device=device)
+        all_of_them = mine.new_empty(self.world)
+        with explained():
+            dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
+        if len(set(all_of_them.tolist())) > 1:
+            texts: list[Any] = [None] * self.world
+            dist.all_gather_object(texts, text, group=self.group)
+            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise ValueError(f"the ranks of a ContextPlan make different calls, or have different plans:\n{lines}")
+        self._agreed.add(call)
+
+
+def _process_group(group: Any) -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group() first")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            raise ValueError(f"the mesh has {group.ndim} dimensions: give one of them, mesh[name] (got names {names})")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is a {type(group).__name__}: expected a process group or one dimension of a DeviceMesh")
+    return group
+
+
+def _device(given: Any, group: Any) -> torch.device:
+    """Where a plan's own tensors are."""
+    name = (
+        given.device_type if isinstance(given, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    )
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _offsets(seq_len: int | None, cu_seqlens: Tensor | None) -> list[int]:
+    if (seq_len is None) == (cu_seqlens is None):
+        raise ValueError("expected seq_len, for a dense batch, or cu_seqlens, for packed sequences: give one of them")
+    if cu_seqlens is None:
+        if not isinstance(seq_len, int) or seq_len < 0:
+            raise ValueError(f"seq_len is {seq_len!r}: expected a number of tokens")
+        return [0, seq_len]
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not len(cu_seqlens):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected offsets [B + 1] in int32 or int64"
+        )
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
+        raise ValueError(f"cu_seqlens must begin with 0 and never decrease (got {offsets})")
+    return offsets
+
+
+def _owner(balance: Balance | Tensor, offsets: list[int], world: int) -> Tensor:
+    if isinstance(balance, str):
+        if balance not in ("head_tail", "contiguous"):
+            raise ValueError(f"balance is {balance!r}: expected 'head_tail', 'contiguous' or a tensor of ranks")
+        return assign(offsets, world, balance)
+    if balance.dtype != torch.int64 or tuple(balance.shape) != (offsets[-1],):
+        raise ValueError(
+            f"balance is {balance.dtype} {list(balance.shape)}: expected each token's rank, int64 [{offsets[-1]}]"
+        )
+    owner = balance.cpu()
+    if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < world:
+        raise ValueError(f"balance has ranks {int(owner.min())} to {int(owner.max())}: expected 0 to {world - 1}")
+    return owner

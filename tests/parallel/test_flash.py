@@ -1,0 +1,69 @@
+"""Flash attention over two, three and four processes gives what one gives."""
+
+import pytest
+import torch
+from parallel.flash_ranks import sharded, whole
+from processes import processes
+
+DENSE, PACKED = [0, 139], [0, 70, 70, 73, 139]
+SIZES = (2, 4, 2, 16, 24)
+OPTIONS = {
+    "": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window_size": (20, 0)},
+    "two-sided": {"window_size": (9, 14)},
+    "softcap": {"causal": True, "softcap": 4.0, "scale": -0.4},
+}
+
+
+def slow(*values, **options):
+    return pytest.param(*values, **options, marks=pytest.mark.slow)
+
+
+def compare(world, offsets, options, backend, dtype=torch.float32, with_sinks=False, **plan_options):
+    given = SIZES, offsets, dtype, options, with_sinks, backend
+    truth = whole(*given[:2], torch.float64, *given[3:-1], "reference")
+    eager = whole(*given[:-1], "reference")
+    for found in processes().run(sharded, world, *given, plan_options):
+        for x, y, exact in zip(found, eager, truth, strict=True):
+            assert x.shape == exact.shape
+            seen = exact.isfinite()
+            assert torch.equal(x.isfinite(), seen)
+            error, allowed = (abs(i.double() - exact)[seen].max() for i in (x, y))
+            assert error <= 2 * allowed + 1e-6, (error, allowed)
+
+
+@pytest.mark.parametrize("offsets", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("options", [slow(x) if x in ("", "softcap", "two-sided") else x for x in OPTIONS])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_it_gives_what_one_process_gives(offsets, options, method):
+    compare(2, offsets, OPTIONS[options], "cpu", method=method)
+
+
+@pytest.mark.parametrize("backend", ["reference", slow("triton")])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_every_backend(backend, method):
+    compare(2, PACKED, {"window_size": (30, 3)}, backend, with_sinks=True, method=method)
+
+
+@pytest.mark.parametrize("world", [slow(1), slow(3), 4])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_more_processes(world, method):
+    compare(world, PACKED, {"causal": True}, "cpu", torch.bfloat16, with_sinks=True, method=method)
+    compare(world, [0, 3], {"causal": True}, "cpu", with_sinks=True, balance="contiguous", method=method)
+
+
+def striped(tokens, world):
+    return torch.arange(tokens) // 5 % world
+
+
+@pytest.mark.parametrize("offsets", [pytest.param(DENSE, id="dense"), slow(PACKED, id="packed")])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_any_assignment(offsets, method):
+    compare(3, offsets, {"causal": True}, "cpu", method=method, balance=striped(offsets[-1], 3))
+    # All of it on one rank, and the others empty.
+    compare(3, offsets, {"window_size": (8, 8)}, "cpu", method=method, balance=torch.full((offsets[-1],), 1))
+
+
+def test_a_few_heads_at_a_time():
+    compare(2, PACKED, {"causal": True}, "cpu", with_sinks=True, balance="contiguous", heads_at_a_time=1)

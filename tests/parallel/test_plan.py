@@ -1,0 +1,106 @@
+"""Which tokens are where, and what happens where ranks do not agree."""
+
+import itertools
+
+import pytest
+import torch
+from parallel import plan_ranks
+from processes import processes
+
+from tilewise.parallel import ContextPlan
+from tilewise.parallel.assignment import assign
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seq_len": 23},
+        {"seq_len": 2},
+        {"cu_seqlens": torch.tensor([0, 0, 13, 14, 27])},
+        {"cu_seqlens": torch.tensor([0, 9, 20], dtype=torch.int32), "balance": "contiguous"},
+        {"seq_len": 11, "balance": torch.arange(11) // 2 % 1},
+    ],
+    ids=["dense", "shorter", "packed", "contiguous", "free"],
+)
+def test_tokens_go_where_the_plan_says_and_come_back(world, options):
+    found = processes().run(plan_ranks.pieces, world, options)
+    offsets = options["cu_seqlens"].tolist() if "cu_seqlens" in options else [0, options["seq_len"]]
+    balance = options.get("balance", "head_tail")
+    owner = assign(offsets, world, balance) if isinstance(balance, str) else balance
+    whole = torch.arange(offsets[-1] * 6.0).reshape(3, -1, 2)
+    position = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(offsets)])
+    sequence = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(itertools.pairwise(offsets))])
+    for rank, (count, positions, cu, local, gradient) in enumerate(found):
+        mine = owner == rank
+        assert count == mine.sum()
+        assert positions == position[mine].tolist()
+        assert torch.equal(local, whole[:, mine])
+        if "cu_seqlens" in options:
+            assert cu == [0, *sequence[mine].bincount(minlength=len(offsets) - 1).cumsum(0).tolist()]
+        # Zeros elsewhere; unshard's is summed over the ranks.
+        assert torch.equal(gradient[:, mine], torch.full_like(local, world * (world + 1.0) + 1.0))
+        assert not gradient[:, ~mine].any()
+
+
+@pytest.mark.parametrize("world", [2, 7, 64])
+def test_head_tail_is_level_under_a_causal_mask(world):
+    """Within 2 % from 128 tokens a rank on."""
+    for length in (128 * world, 128 * world + 77, 1000 * world + 13):
+        owner = assign([0, length], world, "head_tail")
+        work = torch.zeros(world, dtype=torch.int64).index_add_(0, owner, torch.arange(1, length + 1))
+        assert work.max() <= 1.02 * length * (length + 1) / 2 / world
+
+
+def test_one_dimension_of_a_mesh():
+    found = processes().run(plan_ranks.on_a_mesh, 4)
+    assert [(rank, world) for rank, world, *_ in found] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [count for _, _, count, _ in found] == [5, 5, 5, 5]
+    assert "the mesh has 2 dimensions: give one of them" in found[0][3]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(plan_ranks.disagreeing, ("[1, 'tokens', 2, 16]", "[1, 'tokens', 4, 16]")), (plan_ranks.other_plans, ("plan",))],
+)
+def test_ranks_that_disagree_hear_so_everywhere(function, words):
+    for _, error, _ in processes().results(function, 2):
+        assert "the ranks of a ContextPlan make different calls" in error
+        assert all(word in error for word in words)
+
+
+def test_a_rank_that_stops_is_no_hang():
+    (_, first, _), (_, second, _) = processes().results(plan_ranks.one_stops, "impatient")
+    assert second == "ArithmeticError: out of luck"
+    assert "a rank may have stopped" in first
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent():
+    for messages in processes().run(plan_ranks.refused, 2):
+        for message, words in zip(
+            messages,
+            (
+                "q has 64 tokens in axis 1",
+                "num_splits is given with parallel",
+                "seqused_k is given with parallel",
+                "cu_seqlens_q is given with parallel",
+                "x has 32 tokens in axis 1: the plan is for 64",
+                "holds 32; use plan.shard",
+                "give one of them",
+                "seq_len is -1",
+                "never decrease",
+                "expected offsets",
+                "balance is 'zigzag'",
+                "int64 [8]",
+                "balance has ranks 0 to 2: expected 0 to 1",
+                "method is 'broadcast'",
+                "group is a str",
+            ),
+            strict=True,
+        ):
+            assert words in message
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
+        ContextPlan(None, seq_len=8)
