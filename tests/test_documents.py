@@ -141,12 +141,25 @@ def test_code_fits_the_sites_column():
             assert [line for line in code.splitlines() if len(line) > 120] == [], path
 
 
-def test_the_first_call_prints_what_the_page_shows():
-    (code, shown) = (text for kind, text in BLOCK.findall(read("docs/index.md")) if kind in ("python", "text"))
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, "docs/index.md", "exec"), {})
-    assert out.getvalue() == shown
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/decoding.md"])
+def test_a_pages_code_prints_what_it_shows(page):
+    """Blocks of Python run one after another; each that prints has its output below."""
+    space, printed = {}, []
+    blocks = BLOCK.findall(read(page))
+    for code in (text for kind, text in blocks if kind == "python"):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, page, "exec"), space)
+        printed.append(out.getvalue())
+    assert [text for text in printed if text] == [text for kind, text in blocks if kind == "text"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_is_quoted_is_there(path):
+    """A block of Python whose first line names a file is a part of that file."""
+    for kind, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+        named = re.fullmatch(r"# (\S+\.py)", code.partition("\n")[0])
+        assert kind != "py" or not named or code.partition("\n")[2] in read(named[1]), named[1]
 
 
 MODULES = (tilewise, nn, parallel, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)

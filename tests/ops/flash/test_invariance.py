@@ -11,6 +11,8 @@ from decode_calls import clones, dense
 
 from tilewise import flash_attention, flash_attention_with_kvcache
 from tilewise.ops._host.backend import interpreting
+from tilewise.ops.flash import configs
+from tilewise.ops.flash.hopper import configs as hopper_configs
 
 SPLITS = {"num_splits": 3}
 
@@ -40,6 +42,21 @@ def test_a_sequence_alone_and_in_a_pack(place):
         offsets = torch.tensor([0, 5, 5 + tokens, 14 + tokens], device=device)
         found = flash_attention(**packed, cu_seqlens_q=offsets, **call)
         assert same((found[0][5 : 5 + tokens], found[1][:, 5 : 5 + tokens]), (o[start:end], lse[:, start:end]))
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("channels", [16, 64, 96, 128, 256])
+def test_the_number_of_keys_decides_by_three_limits(architecture, channels):
+    """So the total of a pack does, which flash_attention takes for a sequence's keys."""
+    for first, last in ((1, 256), (257, 2048), (2049, 4096), (4097, 10**8)):
+        for element_size, capped, left, right in itertools.product((2, 4), *([False, True],) * 3):
+            chosen = set()
+            for keys in (first, first + 1, (first + last) // 2, last):
+                problem = configs.Problem(channels, channels, keys, element_size, True)
+                tiles = hopper_configs.choose_forward(channels, channels, keys, capped, left, right)
+                own = tiles if hopper_configs.why_not("forward", problem) is None else None
+                chosen.add((configs.choose("fwd", problem, architecture), own))
+            assert len(chosen) == 1
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3)} | SPLITS], ids=["causal", "splits"])
