@@ -136,9 +136,7 @@ def odd_kernel(x, HOW: gl.constexpr):
     elif HOW == "buffer":
         gl.store(
             x + i,
-            gl.allocate_shared_memory(gl.int32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-            .index(2)
-            .load(layout),
+            gl.allocate_shared_memory(gl.int32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(2).load(layout),
         )
     elif HOW == "overflow":
         gl.store(x, gl.load(x + 1) * 2 + 7 // gl.load(x + 2))
@@ -171,7 +169,7 @@ def load_after(x, buffer, bar, PHASE: gl.constexpr):
 @gluon.jit
 def phases_kernel(x, PHASE: gl.constexpr):
     """What another partition stores before its second arrival, read after a wait for that one, or for the first."""
-    buffer = gl.allocate_shared_memory(gl.int32, [1, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    buffer = gl.allocate_shared_memory(gl.int32, [1, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bar.index(0), count=1)
     gl.warp_specialize([(load_after, (x, buffer, bar, PHASE)), (store_twice, (buffer, bar))], [1], [24])

@@ -5,6 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+if not hasattr(mbarrier.MBarrierLayout, "multicta"):
+    pytest.skip("clusters are of newer Tritons", allow_module_level=True)
+
 from gluon_cluster_kernels import (
     atomics_kernel,
     descriptor,
@@ -16,7 +21,6 @@ from gluon_cluster_kernels import (
 )
 from gluon_tutorials import multicta
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise import interpreter
 from tilewise._gluon import spread
@@ -171,7 +175,7 @@ def test_what_all_ctas_have_one_of_them_stores():
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("layout", "layouts differ: BlockedLayout"),
+        ("layout", "refused: Layout has 1 CTAs per CGA, but the context requires 2"),
         ("remote store", "not simulated: a store to another CTA's shared memory"),
         ("arrives twice", "cluster barrier: cluster.arrive, and no cluster.wait since the last"),
         ("waits alone", "cluster barrier: cluster.wait without a cluster.arrive before"),

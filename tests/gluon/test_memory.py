@@ -9,9 +9,11 @@ from gluon_kernels import COLUMNS, ROWS, descriptor, tiles
 from gluon_memory_kernels import columns_kernel, descriptor_of, halves_kernel, reinterpreted_kernel
 
 from tilewise import interpreter
+from tilewise._gluon import compiler
 from tilewise._gluon.faults import KernelFaultError
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
+REINTERPRETS = pytest.mark.skipif(not compiler.TELLS_OFFSETS, reason="Triton 3.6 does not tell where elements lie")
 HALF = ROWS // 2
 
 
@@ -56,7 +58,7 @@ def test_halves_of_a_buffer_are_independent(seed):
         (halves, "overwrites its half", "overwritten"),
         (halves, "half is empty", "uninitialised"),
         (columns, "right", "overwritten"),
-        (words, "early", "read too early"),
+        pytest.param(words, "early", "read too early", marks=REINTERPRETS),
     ],
 )
 def test_a_half_is_not_forgotten(run, how, kind, seed):
@@ -65,6 +67,7 @@ def test_a_half_is_not_forgotten(run, how, kind, seed):
     assert raised.value.kind == kind
 
 
+@REINTERPRETS
 def test_bytes_that_are_reinterpreted():
     a, out = words("first")
     assert torch.equal(out, torch.arange(HALF * HALF, dtype=torch.int32))

@@ -128,6 +128,8 @@ class Face:
 
 def rank_of(layout: Any) -> int:
     """Axes of a layout of shared memory; an allocation may have one more, of buffers."""
+    if hasattr(layout, "offset_bases"):
+        return len(layout.offset_bases[0])
     for name in ("order", "shape"):
         if hasattr(layout, name):
             return len(getattr(layout, name))

@@ -10,14 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise._gluon import compiler, values
 from tilewise._gluon.allocation import Allocation
+from tilewise._gluon.compiler import ask, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.leaving_out import DEPTH, Study, synchronises
 from tilewise._gluon.order import Barrier, current
 from tilewise._gluon.products import dot_fma
 from tilewise._gluon.scans import REDUCING
 from tilewise._gluon.shapes import SHAPING
-from tilewise._gluon.shared import Shared
-from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, plain, torch_dtype
+from tilewise._gluon.shared import Shared, allocated
+from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, placed, plain, torch_dtype
 
 # Of a Hopper SM, that a CTA can have.
 SHARED_BYTES = 227 * 1024
@@ -80,7 +81,7 @@ def _as_tensor(number: Any, *others: Any) -> torch.Tensor:
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tile:
     """A tile of one number."""
     sizes = [operator.index(n) for n in shape]
-    return Tile(torch.full(sizes, plain(value), dtype=torch_dtype(dtype)), layout)
+    return Tile(torch.full(sizes, plain(value), dtype=torch_dtype(dtype)), placed(sizes, layout))
 
 
 def full_like(x: Any, value: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Tile:
@@ -95,12 +96,18 @@ def zeros_like(x: Any, shape: Any = None, dtype: Any = None, layout: Any = None)
 
 def arange(start: Any, end: Any, layout: Any = None) -> Tile:
     """From start up to end."""
-    return Tile(torch.arange(operator.index(start), operator.index(end), dtype=torch.int32), layout)
+    data = torch.arange(operator.index(start), operator.index(end), dtype=torch.int32)
+    return Tile(data, placed(data.shape, layout))
 
 
 def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Tile:
-    """The same values, held by other threads."""
-    return Tile(plain(x), layout, getattr(x, "kind", None))
+    """The same values, held by other threads; or by the same, where it is asserted that the conversion is trivial."""
+    if not getattr(x, "shape", None):
+        raise KernelFaultError("refused", "convert_layout of a number: expected a tile", executed())
+    found = placed(x.shape, layout)
+    if found is not None and x.layout is not None:
+        ask("convert_layout", tile_type(x), layout, bool(assert_trivial))
+    return Tile(plain(x), found)
 
 
 def check_layouts(pointer: Any, *others: Any) -> None:
@@ -230,7 +237,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
         return BarrierArray([Barrier(f"barrier {i} of {name}") for i in range(sizes[0])])
     dtype = torch_dtype(element_ty)
     data = torch.full(sizes, _junk(dtype), dtype=dtype)
-    result = Shared(data, Allocation(data, layout, name).base, element_ty, layout)
+    result = Shared(data, Allocation(data, layout, name).base, allocated(element_ty, sizes, layout))
     if value is not None:
         result.store(value)
     return result
@@ -286,7 +293,7 @@ def set_auto_layout(x: Any, layout: Any) -> Tile:
     if x.layout is not None:
         message = f"set_auto_layout of a tile in {x.layout}: expected one without a layout"
         raise KernelFaultError("layouts differ", message, executed())
-    return Tile(plain(x), layout, x.kind)
+    return Tile(plain(x), placed(x.shape, layout), x.kind)
 
 
 def static_print(*words: Any, **options: Any) -> None:

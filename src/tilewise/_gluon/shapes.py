@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from tilewise._gluon.compiler import ask, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
-from tilewise._gluon.values import Tile, common_layout, plain
+from tilewise._gluon.values import Tile, common_layout, inferred, placed, plain
 
 
 def broadcast(x: Any, y: Any) -> tuple[Tile, Tile]:
@@ -19,7 +20,10 @@ def broadcast(x: Any, y: Any) -> tuple[Tile, Tile]:
 def broadcast_to(x: Any, *shape: Any) -> Tile:
     """In a shape of as many axes, those of one element repeated."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | Tile) else shape
-    return Tile(torch.as_tensor(plain(x)).broadcast_to([operator.index(n) for n in sizes]), x.layout)
+    wanted = [operator.index(n) for n in sizes]
+    if x.shape and (len(wanted) != len(x.shape) or any(n not in (1, m) for n, m in zip(x.shape, wanted, strict=True))):
+        raise KernelFaultError("shapes differ", f"broadcast of {x.shape} to {wanted}", executed())
+    return Tile(torch.as_tensor(plain(x)).broadcast_to(wanted), x.layout)
 
 
 def trans(x: Any, *axes: Any) -> Tile:
@@ -33,23 +37,22 @@ def join(x: Any, y: Any) -> Tile:
     a, b = broadcast(x, y)
     if not a.shape:
         raise KernelFaultError("shapes differ", "join takes tiles: got two numbers", executed())
-    return Tile(torch.stack((a.data, b.data), -1), None if a.layout is None else ("joined", a.layout))
+    return Tile(torch.stack((a.data, b.data), -1), inferred("join", a, tile_type(a)))
 
 
 def split(x: Any) -> tuple[Tile, Tile]:
     """The two halves of a last axis of two elements."""
     if not x.shape or x.shape[-1] != 2:
         raise KernelFaultError("shapes differ", f"split takes a last axis of 2: got {x.shape}", executed())
-    layout = x.layout
-    if layout is not None:
-        joined = isinstance(layout, tuple) and layout[0] == "joined"
-        layout = layout[1] if joined else ("split", layout)
+    layout = None if x.layout is None else ask("split", tile_type(x))[0].layout
     return Tile(plain(x)[..., 0], layout), Tile(plain(x)[..., 1], layout)
 
 
 def gather(src: Any, index: Any, axis: Any) -> Tile:
     """Along an axis, the elements at those places."""
     data, places, number = plain(src), plain(index).long(), operator.index(axis)
+    if src.layout is not None and index.layout is not None:
+        ask("gather", tile_type(src), tile_type(index), number)
     if bool(((places < 0) | (places >= data.shape[number])).any()):
         found = f"{int(places.min())} to {int(places.max())}"
         message = f"gather takes places from 0 to {data.shape[number] - 1}: got {found}"
@@ -65,7 +68,7 @@ def histogram(input: Any, num_bins: Any, mask: Any = None, layout: Any = None) -
     if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < bins:
         message = f"a histogram of {bins} bins: got {int(numbers.min())} to {int(numbers.max())}"
         raise KernelFaultError("out of bounds", message, executed())
-    return Tile(torch.bincount(numbers, minlength=bins).int(), layout)
+    return Tile(torch.bincount(numbers, minlength=bins).int(), placed((bins,), layout))
 
 
 SHAPING: dict[str, Any] = {

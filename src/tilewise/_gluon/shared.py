@@ -2,12 +2,15 @@
 
 import math
 import operator
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
-from tilewise._gluon.allocation import Face
+from tilewise._gluon.allocation import Face, rank_of
+from tilewise._gluon.compiler import SharedType, ask, left_open, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Region, Window
 from tilewise._gluon.order import Part, current
@@ -16,14 +19,46 @@ from tilewise._gluon.watching import View, show_read
 
 # What TMA's last coordinate must be a multiple of.
 COORDINATE_BYTES = 16
+# Rows that a swizzled tile needs: its pattern repeats after so many.
+SWIZZLED_ROWS = 8
+# Triton has that from 3.9 on.
+SLICES_BUFFERS = hasattr(gl.shared_memory_descriptor, "reinterpret")
+
+
+def allocated(dtype: Any, shape: Sequence[int], layout: Any) -> SharedType:
+    """Shared memory that the compiler can allocate, and use."""
+    kind: SharedType = ask("allocate_shared_memory", dtype, tuple(shape), layout)
+    _check_use(kind)
+    return kind
+
+
+def _check_use(kind: SharedType) -> None:
+    """What Triton's code takes at first, and then ends the process for, when something is to be loaded or stored."""
+    problem, layout = "", kind.layout
+    if kind.dtype == gl.int1:
+        problem = "expected a dtype of at least 8 bits"
+    elif isinstance(layout, gl.NVMMASharedLayout) and layout.swizzle_byte_width:
+        shape = kind.shape[-layout.rank :]
+        columns = shape[0 if layout.transposed else -1]
+        rows, width = math.prod(shape) // columns, columns * layout.element_bitwidth // 8
+        if rows < SWIZZLED_ROWS or width < layout.swizzle_byte_width:
+            problem = f"to swizzle by {layout.swizzle_byte_width} bytes takes {SWIZZLED_ROWS} rows of as many:"
+            problem += f" got {rows} of {width}; expected them, or a smaller swizzle_byte_width"
+    elif hasattr(layout, "offset_bases"):
+        count = math.prod(kind.shape[-rank_of(layout) :])
+        if count != 1 << len(layout.offset_bases):
+            problem = f"offset_bases are of {1 << len(layout.offset_bases)} elements: got {count}"
+    if problem:
+        raise KernelFaultError("refused", f"{problem}: {kind}", executed())
 
 
 class Shared(View):
     """A view of shared memory: some of its elements as they were allocated, or as they were reinterpreted."""
 
-    def __init__(self, data: torch.Tensor, face: Face, dtype: Any, layout: Any, of: "Shared | None" = None) -> None:
+    def __init__(self, data: torch.Tensor, face: Face, kind: SharedType, of: "Shared | None" = None) -> None:
         super().__init__(of)
-        self._data, self._face, self.dtype, self.layout = data, face, dtype, layout
+        self._data, self._face, self.kind = data, face, kind
+        self.dtype, self.layout = kind.dtype, kind.layout
 
     @property
     def data(self) -> torch.Tensor:
@@ -51,44 +86,66 @@ class Shared(View):
         """Has dtype, shape and layout."""
         return self
 
-    def _view(self, data: torch.Tensor) -> "Shared":
-        of = self if data.numel() == self._data.numel() else None
-        return Shared(data, self._face, self.dtype, self.layout, of)
+    def _view(self, data: torch.Tensor, kind: SharedType) -> "Shared":
+        return Shared(data, self._face, kind, self if data.numel() == self._data.numel() else None)
+
+    def _rearranged(self, question: str, *arguments: Any) -> SharedType:
+        if len(self.shape) > rank_of(self.layout):
+            # Asked that, Triton's code ends the process.
+            message = f"{question} of buffers {self.shape}, in {self.layout}: expected one of them, index(i)"
+            raise KernelFaultError("refused", message, executed())
+        found: SharedType = ask(question, self.kind, *arguments)
+        return found
 
     def index(self, i: Any) -> "Shared":
         """One buffer."""
         i = operator.index(i)
         if not 0 <= i < len(self._data):
             raise KernelFaultError("out of bounds", f"buffer {i} of {len(self._data)} in shared memory", executed())
-        return self._view(self._data[i])
+        return self._view(self._data[i], ask("index", self.kind))
 
     def reshape(self, shape: Any) -> "Shared":
         """The same elements in another shape."""
-        return self._view(self._data.view([operator.index(n) for n in shape]))
+        sizes = tuple(operator.index(n) for n in shape)
+        kind = self._rearranged("reshape of shared memory", sizes)
+        if not self._data.is_contiguous():
+            raise KernelFaultError("not simulated", "reshape of shared memory that is permuted or a slice", executed())
+        return self._view(self._data.view(sizes), kind)
 
     def permute(self, order: Any) -> "Shared":
         """Axes in another order."""
-        return self._view(self._data.permute([operator.index(n) for n in order]))
+        axes = tuple(operator.index(n) for n in order)
+        if sorted(axes) != [*range(len(self.shape))]:
+            raise KernelFaultError("refused", f"permute of {len(self.shape)} axes by {list(axes)}", executed())
+        return self._view(self._data.permute(axes), self._rearranged("permute of shared memory", axes))
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
         """Part of an axis."""
         start, length, dim = operator.index(start), operator.index(length), operator.index(dim)
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise KernelFaultError("refused", f"a slice along axis {dim} of {self.shape}", executed())
         if not 0 <= start <= start + length <= self._data.shape[dim]:
             message = f"{start} to {start + length} of {self._data.shape[dim]} in shared memory"
             raise KernelFaultError("out of bounds", message, executed())
-        return self._view(self._data.narrow(dim, start, length))
+        if len(self.shape) > rank_of(self.layout) and not SLICES_BUFFERS:
+            # Its code would end the process.
+            message = "a slice of an array of buffers, which this Triton does not take: expected one of them, index(i)"
+            raise KernelFaultError("refused", message, executed())
+        return self._view(self._data.narrow(dim, start, length), ask("slice", self.kind, start, length, dim))
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Shared":
         """The bytes from its first one on as other elements."""
         dtype, shape, layout = dtype or self.dtype, shape or self.shape, layout or self.layout
-        data = torch.empty([operator.index(n) for n in shape], dtype=torch_dtype(dtype))
-        face = self._face.reinterpreted(self._data, data, layout)
-        return Shared(data, face, dtype, layout)
+        kind = ask("reinterpret", self.kind, dtype, tuple(operator.index(n) for n in shape), layout)
+        _check_use(kind)
+        data = torch.empty(kind.shape, dtype=torch_dtype(dtype))
+        return Shared(data, self._face.reinterpreted(self._data, data, layout), kind)
 
     _reinterpret = reinterpret
 
-    def load(self, layout: Any = None) -> Tile:
+    def load(self, layout: Any) -> Tile:
         """By the partition's threads."""
+        layout = None if left_open(layout) else ask("load", self.kind, layout).layout
         for part in self.parts:
             part.check_read()
         show_read(self)
@@ -103,6 +160,8 @@ class Shared(View):
         if data.dtype is not self._data.dtype:
             message = f"{data.dtype} is stored to shared memory of {self._data.dtype}"
             raise KernelFaultError("dtypes differ", message, executed())
+        if value.layout is not None:
+            ask("store", self.kind, tile_type(value))
         agent.stored += [part.check_write(agent.number, agent.time) for part in self.parts]
         self.data.copy_(data)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -86,8 +85,6 @@ def _bases(layout: Any, shape: tuple[int, ...], ctas: int) -> list[list[int]]:
     bits = ctas.bit_length() - 1
     if layout is None or not shape or isinstance(layout, gl.AutoLayout):
         return [[0] * len(shape) for _ in range(bits)]
-    if isinstance(layout, tuple):
-        return _of_views(layout, shape, ctas)
     elements = getattr(layout, "block_bases", None)
     found = layout.cga_layout if elements is None else _in_chunks(elements, shape)
     if len(found) != bits:
@@ -95,17 +92,6 @@ def _bases(layout: Any, shape: tuple[int, ...], ctas: int) -> list[list[int]]:
         raise KernelFaultError("layouts differ", message, executed())
     # Axes in front of a shared layout's are those of a ring.
     return [[0] * (len(shape) - len(basis)) + list(basis) for basis in found]
-
-
-def _of_views(layout: tuple[Any, ...], shape: tuple[int, ...], ctas: int) -> list[list[int]]:
-    what, parent, *arguments = layout
-    if what == "permuted":
-        (axes,) = arguments
-        sizes = tuple(size for _, size in sorted(zip(axes, shape, strict=True)))
-        return [[basis[axis] for axis in axes] for basis in _bases(parent, sizes, ctas)]
-    if any(itertools.chain(*_bases(parent, arguments[0], ctas))):
-        raise KernelFaultError("not simulated", "reshape of a tile that CTAs of a cluster share", executed())
-    return [[0] * len(shape) for _ in range(ctas.bit_length() - 1)]
 
 
 def _in_chunks(bases: Sequence[Sequence[int]], shape: tuple[int, ...]) -> list[list[int]]:
@@ -124,8 +110,6 @@ def local(layout: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _local(layout: Any) -> Any:
-    if isinstance(layout, tuple):
-        return (layout[0], local(layout[1]), *layout[2:])
     if isinstance(layout, gl.SliceLayout | gl.DotOperandLayout):
         return dataclasses.replace(layout, parent=local(layout.parent))
     changes: dict[str, Any] = {"cga_layout": []} if hasattr(layout, "cga_layout") else {"block_bases": []}

@@ -8,6 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise._gluon.compiler import SharedType, ask
 from tilewise._gluon.faults import KernelFaultError, Lines, executed
 from tilewise._gluon.language import one_barrier
 from tilewise._gluon.members import Member, acting
@@ -76,7 +77,9 @@ class SpreadShared(View):
         """Axes in another order."""
         axes = tuple(operator.index(n) for n in order)
         parts = [part.permute(axes) for part in self.parts]
-        return SpreadShared(parts, [self.shape[i] for i in axes], ("permuted", self.layout, axes), self)
+        kind = SharedType(self.dtype, tuple(self.shape), self.layout, tuple(self.shape))
+        found = ask("permute of shared memory", kind, axes, ctas=len(parts))
+        return SpreadShared(parts, list(found.shape), found.layout, self)
 
     def load(self, layout: Any = None) -> Tile:
         """By the threads of every CTA, each its part by the layout, from whichever CTAs have that."""
@@ -89,7 +92,7 @@ class SpreadShared(View):
                 for first in self.split.leaders():
                     other = rank if rank in self.split.group(first) else first
                     if wanted.overlaps(rank, self.split, other):
-                        self.parts[other].load()
+                        self.parts[other].load(gl.AutoLayout())
                         if other != rank:
                             visit(agent, agents[other])
         show_read(self)

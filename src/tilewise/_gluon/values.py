@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
+from tilewise._gluon.compiler import TileType, ask, left_open, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Places
 from tilewise._gluon.order import Product
@@ -170,15 +171,16 @@ class Tile:
         return cast(self, dtype, bitcast, fp_downcast_rounding)
 
     def reshape(self, *shape: Any) -> "Tile":
-        """In another shape; its layout is whatever Triton infers."""
+        """In another shape."""
         sizes = [int(n) for n in (shape[0] if len(shape) == 1 and not isinstance(shape[0], int | Tile) else shape)]
-        data = plain(self).reshape(sizes)
-        return Tile(data, None if self.layout is None else ("reshaped", self.layout, tuple(self.shape), tuple(sizes)))
+        layout = inferred("reshape", self, tuple(sizes))
+        return Tile(plain(self).reshape(sizes), layout)
 
     def permute(self, *order: Any) -> "Tile":
         """Axes in another order."""
         axes = [int(n) for n in (order[0] if len(order) == 1 and not isinstance(order[0], int) else order)]
-        return Tile(plain(self).permute(axes), None if self.layout is None else ("permuted", self.layout, tuple(axes)))
+        layout = inferred("permute", self, tuple(axes))
+        return Tile(plain(self).permute(axes), layout)
 
     def __neg__(self) -> "Tile":
         # As Triton has it: -0.0 is 0.0.
@@ -405,14 +407,24 @@ class Pointer:
         return offset, wanted, Places(offset.reshape(-1) if wanted is None else offset[wanted])
 
 
+def inferred(question: str, x: Any, *arguments: Any) -> Any:
+    """The layout that Triton gives the result of an operation on a tile; None where that has none yet."""
+    return None if x.layout is None else ask(question, tile_type(x), *arguments).layout
+
+
+def placed(shape: Sequence[int], layout: Any) -> Any:
+    """A layout for a tile, which the compiler must take; None where it is the compiler that finds one."""
+    if layout is None or not shape or left_open(layout):
+        return None
+    ask("tile", TileType(gl.int32, tuple(shape), layout))
+    return layout
+
+
 def expand_dims(x: Any, axis: int) -> Any:
     """A new axis of one element; the layout must be a slice along it."""
     axis = operator.index(axis)
     axis += len(x.shape) + 1 if axis < 0 else 0
-    if isinstance(x.layout, gl.SliceLayout) and x.layout.dim != axis:
-        message = f"expand_dims along axis {axis} of a tile in {x.layout}: the compiler takes slices along that axis"
-        raise KernelFaultError("layouts differ", message, executed())
-    layout = x.layout.parent if isinstance(x.layout, gl.SliceLayout) else None
+    layout = inferred("expand_dims", x, axis)
     return Tile(plain(x).unsqueeze(axis), layout)
 
 

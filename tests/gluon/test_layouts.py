@@ -1,0 +1,38 @@
+"""Layouts that Triton's compiler refuses, the simulation refuses too, at the kernel's line; those beside them run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import gluon_layouts
+from compiling import run_compiling
+from gluon_layouts import CASES
+
+from tilewise import interpreter
+from tilewise._gluon.faults import KernelFaultError
+
+pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
+# An access to shared memory that nothing has written is a fault of its own.
+KINDS = {"refused", "layouts differ", "shapes differ", "dtypes differ", "operand"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_simulation_refuses(name):
+    case = CASES[name]
+    x = torch.zeros(1 << 16, dtype=getattr(torch, case.dtype))
+    if not case.refused:
+        case.kernel[(1,)](x, **case.arguments, num_warps=case.warps)
+        return
+    with pytest.raises(KernelFaultError) as raised:
+        case.kernel[(1,)](x, **case.arguments, num_warps=case.warps)
+    assert raised.value.kind in KINDS
+    assert Path(raised.value.lines[-1][0].file).name == "gluon_layout_kernels.py"
+
+
+@pytest.mark.slow
+def test_what_the_compiler_refuses():
+    refused = run_compiling(Path(gluon_layouts.__file__))
+    assert refused == [name for name, case in CASES.items() if case.refused]
