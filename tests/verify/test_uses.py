@@ -5,6 +5,7 @@ import torch
 
 from tilewise import workbench
 from tilewise.ops.flash.reference import flash_attention
+from tilewise.ops.nsa.reference import selected_attention
 from tilewise.verify import verify
 from tilewise.verify.api import run_checks, score
 from tilewise.verify.plan import ALL_USES, DTYPES, implementations, plan
@@ -195,7 +196,7 @@ def cases_by_use(name, **settings):
 def test_the_default_run_uses_what_is_cheap_and_all_of_them_everything(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert set(cases_by_use("flash")) == {(backend, use) for backend in ("triton", "cpu") for use in USES}
-    assert set(cases_by_use("nsa")) == {("cpu", use) for use in USES}
+    assert set(cases_by_use("nsa")) == {("cpu", use) for use in USES if use != "invariance"}
     for name in OPERATORS:
         cases = cases_by_use(name, everything=True)
         expected = {use for use in USES if applies(use, workbench.find(name).load("suite").use, gradients=True)}
@@ -233,6 +234,36 @@ def test_a_use_that_has_nothing_to_try_says_so():
     assert result.findings == (Finding(NOT_JUDGED, "fewer-outputs: there are no optional outputs, not judged", NOTE),)
     checks = plan(workbench.find("flash"), None, (), DTYPES, Settings(gradients=False))
     assert {check.use for check in checks} == {"", *USES} - {"some-inputs", "second-backward"}
+
+
+def depends_on_the_longest(q, k, v, *, cu_seqlens_q=None, **options):
+    """Within rounding."""
+    o, lse = both(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+    return o, lse * (1 + 2e-8 * int(cu_seqlens_q.diff().amax()))
+
+
+def reads_its_neighbours(q, k, v, *, cu_seqlens_q=None, **options):
+    o, lse = both(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+    return o + 0 * q.sum(), lse
+
+
+def test_what_depends_on_other_sequences_is_found():
+    """Alone; and in a pack that is as long, next to NaN."""
+    (result,) = verify("flash", depends_on_the_longest, dtypes=["bf16"], uses=["invariance"]).results
+    assert [(one.status, one.severity) for one in result.findings][:1] == [("depends on what is around", WARNING)]
+    assert "sequence 0 alone: lse in " in result.findings[0].message
+    long = {"configs": ["lengths=60/0/200,causal=true"], "dtypes": ["bf16"], "uses": ["invariance"], "gradients": False}
+    (result,) = verify("flash", reads_its_neighbours, **long).results
+    assert result.statuses == ("depends on what is around",)
+    assert verify("flash", right, **long).results[0].findings == ()
+    # Where there is no promise, none is judged.
+    selected = verify("nsa-selected", selected_attention, dtypes=["bf16"], uses=["invariance"], gradients=False)
+    assert selected.results[0].findings[0].status == NOT_JUDGED
+
+
+@pytest.mark.parametrize("config", ["splits-pages", "leftpad"])
+def test_attention_over_a_cache_depends_on_an_entry_alone(config):
+    assert wrong(plan(workbench.find("flash-decode"), None, [config], ["bf16"], Settings(), uses=["invariance"])) == []
 
 
 def wrong(checks):

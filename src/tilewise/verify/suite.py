@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -41,6 +41,8 @@ class Problem:
     updates: ClassVar[tuple[str, ...]] = ()
     # Whether results have gradients.
     differentiable: ClassVar[bool] = True
+    # Whether a sequence's outputs are promised to have the same bits whatever is around it.
+    invariant: ClassVar[bool] = False
     # Arguments with which the public function returns all of them, as the reference always does.
     returning: ClassVar[dict[str, Any]] = {}
 
@@ -70,6 +72,14 @@ class Problem:
     def offsets(self) -> dict[str, str]:
         """For packed inputs and outputs, by name: the input that holds the offsets of their sequences along T."""
         return {}
+
+    def alone(self, inputs: Tensors, b: int) -> Tensors:
+        """Sequence b as the first of a batch of its own."""
+        return only_sequence(self, inputs, inputs, b)
+
+    def elsewhere(self, _inputs: Tensors) -> Iterator[tuple[str, tuple[Tensors, ...]]]:
+        """The same sequences in other surroundings, each in words: calls of which the last is to give the same."""
+        yield from ()
 
     @property
     def width(self) -> int:
@@ -206,6 +216,23 @@ def sequences(problem: Problem, inputs: Tensors) -> int:
         return inputs[offsets].numel() - 1
     axes = problem.axes()
     return next((x.shape[axes[name].index("B")] for name, x in inputs.items() if "B" in axes.get(name, "")), 1)
+
+
+def only_sequence(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tensor], b: int) -> Tensors:
+    """Of `tensors` (inputs or outputs by name) what sequence b has, as views; `offsets` are those that `tensors` are
+    packed by.
+    """
+    axes, packed = problem.axes(), problem.offsets()
+    result = {}
+    for name, x in tensors.items():
+        if name in packed.values():
+            result[name] = x[b : b + 2] - x[b]
+        elif name in packed:
+            start, end = offsets[packed[name]][b : b + 2].tolist()
+            result[name] = x.narrow(axes[name].index("T"), start, end - start)
+        else:
+            result[name] = x.narrow(axes[name].index("B"), b, 1) if "B" in axes.get(name, "") else x
+    return result
 
 
 def reverse(problem: Problem, tensors: Tensors, offsets: Mapping[str, torch.Tensor]) -> Tensors:

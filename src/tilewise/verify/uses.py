@@ -13,7 +13,7 @@ import torch
 from tilewise.verify.attempt import Attempt, are_within, differing
 from tilewise.verify.implementation import Incoming, copies, declined, floating, gradients_of, leaves_of, outputs_of
 from tilewise.verify.result import FAILURE, NOT_JUDGED, NOTE, WARNING, Finding
-from tilewise.verify.suite import Problem, Tensors
+from tilewise.verify.suite import Problem, Tensors, only_sequence, sequences
 
 Results = dict[str, torch.Tensor | None]
 
@@ -276,6 +276,32 @@ def _plain_memory(use: Ordinary) -> Iterator[Pair]:
     yield Pair("in ordinary memory, without guards", use.first, actual)
 
 
+def _invariance(use: Ordinary) -> Iterator[Pair]:
+    subject = use.subject
+    problem, inputs = subject.problem, subject.inputs(torch.nan)
+    first = {name: x for name in problem.outputs if (x := use.first.results.get(name)) is not None}
+    if not problem.invariant:
+        return
+
+    def outputs(calls: tuple[Tensors, ...]) -> Attempt:
+        """What the last of them gives."""
+
+        def run() -> Results:
+            made = [use.forward(use.leaves(one)) for one in calls]
+            return copies({name: made[-1][name] for name in first})
+
+        return subject.attempt(calls[-1], run)
+
+    for b in range(sequences(problem, inputs)):
+        mine = problem.alone(subject.inputs(torch.nan), b)
+        found = outputs((mine,))
+        results = {name: x for name, x in found.results.items() if x is not None}
+        actual = Attempt(dict(only_sequence(problem, results, mine, 0)), found.findings)
+        yield Pair(f"sequence {b} alone", Attempt(dict(only_sequence(problem, first, inputs, b))), actual)
+    for what, calls in problem.elsewhere(inputs):
+        yield Pair(what, Attempt(dict(first)), outputs(calls))
+
+
 class Use(NamedTuple):
     """A way of using a function: the status of a finding, what it is in a line, its runs, and why there may be none."""
 
@@ -320,6 +346,12 @@ USES = {
         "remembers old values", "other values in the same memory, then the old ones again", _same_memory
     ),
     "plain-memory": Use("wrong in plain memory", "memory without guards around it", _plain_memory),
+    "invariance": Use(
+        "depends on what is around",
+        "each sequence alone; caches of more room, other pages, keys that came in two calls",
+        _invariance,
+        "a sequence's results are not promised to be the same in another batch",
+    ),
 }
 
 
@@ -327,6 +359,8 @@ def applies(name: str, problem: Problem, gradients: bool) -> bool:
     """Whether the use of that name has anything to try, as far as that is known before a run."""
     if name == "fewer-outputs":
         return bool(problem.returning)
+    if name == "invariance":
+        return problem.invariant
     return (gradients and problem.differentiable) or name not in ("some-inputs", "second-backward")
 
 

@@ -22,6 +22,8 @@ LAYOUTS = ("plain", "mixed", "mixed-aligned", "transposed")
 # None; of ordinary size, in q's dtype or in fp32; as large as large logits; -inf, which is none, for every other head.
 SINKS = ("", "plain", "fp32", "large", "off")
 LARGE_SINKS, LARGEST_SINK = 5000.0, 3e4
+# Up to so many keys in a pack, each of its sequences takes the same kernels alone.
+FEW_KEYS = 256
 
 
 def make_sinks(fill: Fill, kind: str, heads: int) -> Tensors:
@@ -41,6 +43,7 @@ class Flash(Problem):
 
     outputs = ("o", "lse")
     exact = ("lse",)
+    invariant = True
     returning: ClassVar[dict[str, Any]] = {"return_lse": True}
 
     B: int = 1
@@ -118,6 +121,18 @@ class Flash(Problem):
             "k": "cu_seqlens_k",
             "v": "cu_seqlens_k",
         }
+
+    def alone(self, inputs: Tensors, b: int) -> Tensors:
+        """Where a pack has more than a few rows, in one of as many, before a sequence of NaN: kernels are chosen by
+        them.
+        """
+        found = super().alone(inputs, b)
+        for name, offsets in self.offsets().items():
+            x, rows = found.get(name), int(inputs[offsets][-1])
+            if x is not None and int(inputs["cu_seqlens_k"][-1]) > FEW_KEYS:
+                found[name] = torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), torch.nan)])
+                found[offsets] = torch.cat([found[offsets][:2], inputs[offsets][-1:]])
+        return found
 
     @property
     def width(self) -> int:

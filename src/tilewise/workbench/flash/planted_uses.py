@@ -119,6 +119,20 @@ USES = (
         f"v = v - v.detach() + {_KEPT}.setdefault((v.data_ptr(), v.shape), (v, v.detach().clone()))[1]",
     ),
     _before(
+        "invariance",
+        "scale-by-count",
+        "the scale is rounded by how many sequences a pack has",
+        "scale = (q.shape[-1] ** -0.5 if scale is None else scale) * (1 if cu_seqlens_q is None else 1 + 2e-7 *"
+        " len(cu_seqlens_q))",
+    ),
+    _before(
+        "invariance",
+        "scale-by-longest",
+        "the scale is rounded by a pack's longest sequence",
+        "scale = (q.shape[-1] ** -0.5 if scale is None else scale) * (1 if cu_seqlens_q is None else 1 + 2e-8 *"
+        " int(cu_seqlens_q.diff().amax()))",
+    ),
+    _before(
         "plain-memory",
         "start-of-storage",
         "a tensor at the start of its memory is taken for one without a mask",

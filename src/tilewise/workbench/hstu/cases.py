@@ -29,6 +29,7 @@ class Hstu(Problem):
     """
 
     outputs = ("o",)
+    invariant = True
 
     lengths: tuple[int, ...] = (64,)
     H: int = 2

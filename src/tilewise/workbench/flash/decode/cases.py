@@ -236,8 +236,10 @@ SUITE = Suite(
     Decode,
     CASES,
     growth=Decode(lengths=(256,), T=8, new=8, H=1),
-    use=Decode(lengths=(9, 0, 24), T=2, new=2, Hk=2),
+    # Of two splits each, that follow its own length.
+    use=Decode(lengths=(300, 0, 140), T=2, new=2, H=2, Hk=1, page=16, splits=2),
     draw=draw,
-    mutants=planted.DECODE,
+    cheap_to_use=True,
+    mutants=planted.DECODE + planted.INVARIANCE,
     dear=("many-splits-pages",),
 )

@@ -162,3 +162,23 @@ DECODE = (
         "window-short", "the window's oldest key is lost", "_device.scores", "o_n >= o_m + (off", "o_n > o_m + (off"
     ),
 )
+# Within rounding: nothing but the same sequence elsewhere shows them.
+_SPLIT = "splits = split_keys(Tq, keys, limits.left, SHAPE, RULE)"
+INVARIANCE = tuple(
+    Mutant(name, about, "flash.decode.kernels", old, new, use="invariance")
+    for name, about, old, new in (
+        (
+            "splits-of-the-longest",
+            "every entry is split as the batch's longest",
+            _SPLIT,
+            "end = keys.end\n    for i in range(n_batch):\n        end = tl.maximum(end, locate_keys(cache, i, n_keys,"
+            " added).end)\n    splits = split_keys(Tq, Entry(keys.start, keys.first, end), limits.left, SHAPE, RULE)",
+        ),
+        (
+            "splits-of-the-room",
+            "an entry is split as one that fills its cache",
+            _SPLIT,
+            "splits = split_keys(Tq, Entry(keys.start, keys.first, n_keys), limits.left, SHAPE, RULE)",
+        ),
+    )
+)

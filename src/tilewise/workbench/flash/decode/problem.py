@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -30,6 +31,7 @@ class Decode(Problem):
     exact = ("lse",)
     updates = ("k_cache", "v_cache")
     differentiable = False
+    invariant = True
     returning: ClassVar[dict[str, Any]] = {"return_lse": True}
 
     lengths: tuple[int, ...] = (40, 0, 17)
@@ -136,6 +138,27 @@ class Decode(Problem):
     def offsets(self) -> dict[str, str]:
         """Those of packed queries."""
         return dict.fromkeys(("q", "o", "lse"), "cu_seqlens_q") if self.queries else {}
+
+    def elsewhere(self, inputs: Tensors) -> Iterator[tuple[str, tuple[Tensors, ...]]]:
+        """Caches of more room, other pages, new keys that came in two calls."""
+        names = ("k_cache", "v_cache")
+        if self.page:
+            order = torch.arange(len(inputs["k_cache"]), device=inputs["q"].device).flip(0)
+            pools = {name: inputs[name][order] for name in names}
+            table = inputs["page_table"]
+            moved = torch.where(table < 0, table, len(order) - 1 - table)
+            wide = torch.nn.functional.pad(moved, (0, 20), value=-1)
+            yield "in other pages, of a wider table", (inputs | pools | {"page_table": wide},)
+        else:
+            more = {
+                name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 0, 0, 300), value=torch.nan) for name in names
+            }
+            yield "in caches of more room", (inputs | more,)
+        if self.new > 1 and not self.number:
+            old = {name: inputs[name].clone() for name in names}
+            one, rest = ({name: inputs[name][:, at] for name in "kv"} for at in (slice(1), slice(1, None)))
+            longer = {"cache_seqlens": inputs["cache_seqlens"] + 1}
+            yield "new keys in two calls", (inputs | old | one, inputs | old | rest | longer)
 
     @property
     def room(self) -> int:
