@@ -32,7 +32,7 @@ PARAMETERS = {
     ),
     "tilewise.NSACache": (
         "batch max_len kv_heads D Dv * compress_size compress_stride block_size block_count window_size "
-        "init_blocks local_blocks compress dtype device"
+        "init_blocks local_blocks compress dtype device page_table k_pages v_pages"
     ),
     "tilewise.nsa_decode_step": "q k v cache * g_cmp g_slc g_swa scale counts return_indices backend",
     "tilewise.hstu_attention": (
@@ -153,7 +153,7 @@ OTHERS = (
 
 # Methods, properties and fields of the classes, as the API page shows them.
 MEMBERS = {
-    "tilewise.NSACache": "append compressed gather k k_cmp longest reset v v_cmp windows",
+    "tilewise.NSACache": "append check compressed gather k k_cmp lengths longest reset v v_cmp windows",
     "tilewise.Explanation": (
         "architecture backend backward backward_bytes forward forward_bytes function interpreted reasons why"
     ),

@@ -16,7 +16,7 @@ from tilewise.ops._host.describe import Kernel as Kernel
 
 # Per context; only `explain` reads it, so that calls run unchanged.
 _architecture: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_explaining_on", default=None)
-# The public operators; the decoding step has no kernels of its own.
+# The public operators; a decoding step over an NSACache is several plans, no operator of torch's.
 OPERATORS = tuple(
     name for name, home in tilewise._HOME.items() if home.startswith("tilewise.ops.") and not home.endswith(".decode")
 )

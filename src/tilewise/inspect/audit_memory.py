@@ -226,6 +226,7 @@ def _tiles(arguments: Arguments) -> Table:
 _TABLES: dict[str, Callable[[Arguments], Table]] = {
     "flag": _always(lambda arguments: arguments["WANTED"]),
     "indices": _always(lambda arguments: -(-min(_lengths(arguments)) // arguments["BLOCK_SIZE"]) - 1),
+    "chosen": _always(lambda arguments: (arguments["room"] - 1) // arguments["SIZE"]),
     "tokens": _always(lambda arguments: arguments["o" if "o" in arguments else "dq"].shape[:-2].numel() - 1),
     "firsts": _always(lambda arguments: arguments["perm"].numel() - 1),
     "totals": _always(lambda arguments: 2 * arguments["SEGMENT"]),

@@ -5,7 +5,8 @@ split into steps.
 import pytest
 import torch
 
-from tilewise.ops.nsa import decode, reference
+from tilewise.ops.nsa import reference
+from tilewise.ops.nsa.cached import reference as cached
 from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
 
 SMALL = {
@@ -107,7 +108,7 @@ def test_scale(scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [None, "reference", "triton"])
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )
@@ -236,19 +237,19 @@ def test_only_windows_that_became_whole_are_compressed():
     tensors = draw(batch=4)
     cache.append(*(tensors[name][:, :30] for name in "kv"), torch.tensor([7, 12, 30, 0]))
     # The second sequence has two windows and the third six.
-    assert seen == [(2, 6, 8, KV_HEADS, D)]
+    assert seen == [(1, 8, 8, KV_HEADS, D)]
     for t in range(8):
         seen.clear()
         cache.append(*(tensors[name][:, t : t + 1] for name in "kv"))
         after = [n + t + 1 for n in (7, 12, 30, 0)]
         completed = [n for n in after if n >= 8 and n % 4 == 0]
-        assert seen == ([(len(completed), 1, 8, KV_HEADS, D)] if completed else [])
+        assert seen == ([(1, len(completed), 8, KV_HEADS, D)] if completed else [])
 
 
 def test_many_new_tokens_are_taken_in_pieces(monkeypatch):
     tensors = draw()
     whole, choices = decode_in([TOKENS], tensors, make_cache(), backend="reference")
-    monkeypatch.setattr(decode, "MOST_ELEMENTS", 9000)
+    monkeypatch.setattr(cached, "MOST_ELEMENTS", 9000)
     pieces, same = decode_in([TOKENS], tensors, make_cache(), backend="reference")
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-14)
     assert torch.equal(choices, same)
@@ -366,25 +367,40 @@ def test_the_host_waits_for_nothing(counts):
 @pytest.mark.gpu
 @needs_gpu
 def test_counts_on_the_gpu():
-    """The host knows only a bound: outputs are the same, unchecked counts stay in bounds, and a full cache is still
-    noticed.
-    """
+    """Outputs are the same, unchecked counts stay in bounds, and a full cache is noticed by check()."""
     tensors = draw(device="cuda")
     expected, choices = reference.native_sparse_attention(**tensors, **SMALL)
     cache = make_cache(device="cuda")
     counts = torch.tensor([40, 13], device="cuda")
     nsa_decode_step(**cut(tensors, slice(0, 50)), cache=cache, counts=counts, backend="reference")
-    assert cache.longest == 50
+    assert cache.longest == 40
     for i in range(21):
         new = {name: x[torch.arange(2), counts + i][:, None] for name, x in tensors.items()}
         ones = torch.ones(2, dtype=torch.int32, device="cuda")
         o, indices = nsa_decode_step(**new, cache=cache, counts=ones, return_indices=True, backend="reference")
         torch.testing.assert_close(o[:, 0], expected[torch.arange(2), counts + i], rtol=1e-10, atol=1e-12)
         assert torch.equal(indices[:, 0], choices[torch.arange(2), counts + i])
-    with pytest.raises(ValueError, match="sequence 0 has 61 tokens and 1 come: max_len is 61"):
-        nsa_decode_step(**new, cache=cache, counts=ones, backend="reference")
+    cache.check()
+    o = nsa_decode_step(**new, cache=cache, counts=ones, backend="reference")
+    assert cache.lengths.tolist() == [61, 35]
+    assert not o[0].any()
+    with pytest.raises(ValueError, match="sequence 0 is full: .* max_len is 61"):
+        cache.check()
     other = make_cache(device="cuda")
     nsa_decode_step(
         **cut(tensors, slice(0, 20)), cache=other, counts=torch.tensor([-5, 2**40], device="cuda"), backend="reference"
     )
     assert other.lengths.tolist() == [0, 20]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_full_cache_raises_on_the_gpu_where_values_are_checked(monkeypatch):
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    tensors = draw(dtype=torch.bfloat16, device="cuda")
+    cache = make_cache(max_len=TOKENS - 1, dtype=torch.bfloat16, device="cuda")
+    nsa_decode_step(**cut(tensors, slice(0, 50)), cache=cache)
+    with pytest.raises(ValueError, match="sequence 0 has 50 tokens and 11 come: max_len is 60"):
+        nsa_decode_step(**cut(tensors, slice(50, 61)), cache=cache)
+    assert cache.lengths.tolist() == [50, 50]
+    cache.check()

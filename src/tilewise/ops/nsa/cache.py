@@ -1,13 +1,17 @@
 """What decoding with native sparse attention keeps of each sequence: keys, values, and its windows compressed."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 
 import torch
 
 from tilewise.ops._host import checks
+from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops.nsa.cached import reference, steps
+from tilewise.ops.nsa.cached.checks import check_new, check_pools
+from tilewise.ops.nsa.cached.steps import Compress
+from tilewise.ops.nsa.cached.stored import ASTRAY, FULL, Stored
 from tilewise.ops.nsa.problem import Sizes, check_sizes, window_count
-
-Compress = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class NSACache:
@@ -21,12 +25,20 @@ class NSACache:
             native_sparse_attention.
         compress: a learned compression, `compress(k_windows, v_windows) -> (k_cmp, v_cmp)`, from
             `[B', C', compress_size, kv_heads, D]` and `[.., Dv]` to `[B', C', kv_heads, D]` and `[.., Dv]`, every
-            window for itself; B' and C' are whatever there is to compress. It may be given windows of zeros, whose
-            result is dropped. By default windows are compressed to their means.
+            window for itself; B' and C' are whatever there is to compress. On a GPU it is given windows of zeros too,
+            whose result is dropped. By default windows are compressed to their means.
         dtype, device: of everything stored.
+        page_table: int32 or int64 `[B, P]` on the cache's device: token j of sequence b is row `j % page_size` of page
+            `page_table[b, j // page_size]`. Entries behind the used ones are not read; a page that is written belongs
+            to one sequence. Change it in place.
+        k_pages, v_pages: with page_table, the pools `[pages, page_size, kv_heads, D]` and `[.., Dv]` that k and v are
+            kept in, page_size a multiple of 16. Compressed rows stay dense.
 
-    `lengths` is int64 `[B]`, on the device; `k` and `v` are `[B, max_len, kv_heads, ·]` and `k_cmp` and `v_cmp`
-    `[B, most windows, kv_heads, ·]`, of which a sequence's own tokens and whole windows are filled.
+    `lengths` is int64 `[B]`, on the device, and updated in place; `k` and `v` are `[B, max_len, kv_heads, ·]` and
+    `k_cmp` and `v_cmp` `[B, most windows, kv_heads, ·]`, of which a sequence's own tokens and whole windows are filled.
+
+    A token that comes to a full sequence is a ValueError where values are checked: on the CPU always, on a GPU with
+    TILEWISE_CHECK=1. Elsewhere it is not stored, and `check` raises from then on.
     """
 
     def __init__(
@@ -47,6 +59,9 @@ class NSACache:
         compress: Compress | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        page_table: torch.Tensor | None = None,
+        k_pages: torch.Tensor | None = None,
+        v_pages: torch.Tensor | None = None,
     ) -> None:
         for name, value in {"batch": batch, "max_len": max_len, "kv_heads": kv_heads}.items():
             checks.check_whole(value, name, 1)
@@ -58,7 +73,8 @@ class NSACache:
             raise TypeError(
                 f"dtype is {dtype}: expected float16, bfloat16 or float32 (float64 too where backend='reference')"
             )
-        check_sizes(Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks))
+        self.sizes = Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks)
+        check_sizes(self.sizes)
         checks.check_whole(window_size, "window_size", 1)
         self.batch, self.max_len, self.kv_heads, self.D, self.Dv = batch, max_len, kv_heads, D, Dv
         self.compress_size, self.compress_stride = compress_size, compress_stride
@@ -66,85 +82,93 @@ class NSACache:
         self.init_blocks, self.local_blocks = init_blocks, local_blocks
         self.dtype = dtype
         self.compress = compress
-        # Enough for `compressed` to round up, and one more.
-        most = _rounded(self.windows(max_len))
+        most = self.windows(max_len)
         # A tensor made in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            # By head, so that the keys of a block lie together. One row more than there are tokens: it stays zero. What
-            # is masked is read there, and written there as zero; so no step needs
-            # to know a length on the host.
-            self._k, self._v = (
-                torch.zeros(batch, kv_heads, max_len + 1, d, dtype=dtype, device=device) for d in (D, Dv)
+            # By head, so that the keys of a block lie together.
+            k_cmp, v_cmp = (
+                torch.empty(batch, kv_heads, most, d, dtype=dtype, device=device).transpose(1, 2) for d in (D, Dv)
             )
-            self._k_cmp, self._v_cmp = (
-                torch.zeros(batch, kv_heads, most + 1, d, dtype=dtype, device=device) for d in (D, Dv)
-            )
-            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.device = self._k.device
-        # The lengths as the host knows them: never below the true ones, and exact where `_exact`.
-        self._known = [0] * batch
-        self._exact = True
+            lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+            flags = torch.zeros(batch, dtype=torch.int32, device=device)
+            if page_table is None and k_pages is None and v_pages is None:
+                k, v = (
+                    torch.empty(batch, kv_heads, max_len, d, dtype=dtype, device=device).transpose(1, 2)
+                    for d in (D, Dv)
+                )
+            else:
+                k, v = check_pools(page_table, k_pages, v_pages, lengths, (kv_heads, D, Dv), dtype, max_len)
+        self.device = lengths.device
+        self.stored = Stored(k, v, k_cmp, v_cmp, lengths, flags, page_table, max_len)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sequence, int64 `[B]`: the same tensor always."""
+        return self.stored.lengths
 
     @property
     def k(self) -> torch.Tensor:
-        """Keys `[B, max_len, kv_heads, D]`."""
-        return self._k[:, :, :-1].transpose(1, 2)
+        """Keys `[B, max_len, kv_heads, D]`; of pages a copy."""
+        return self._rows(self.stored.k)
 
     @property
     def v(self) -> torch.Tensor:
-        """Values `[B, max_len, kv_heads, Dv]`."""
-        return self._v[:, :, :-1].transpose(1, 2)
+        """Values `[B, max_len, kv_heads, Dv]`; of pages a copy."""
+        return self._rows(self.stored.v)
 
     @property
     def k_cmp(self) -> torch.Tensor:
         """Compressed keys `[B, most windows, kv_heads, D]`."""
-        return self._k_cmp[:, :, : self.windows(self.max_len)].transpose(1, 2)
+        return self.stored.k_cmp
 
     @property
     def v_cmp(self) -> torch.Tensor:
         """Compressed values `[B, most windows, kv_heads, Dv]`."""
-        return self._v_cmp[:, :, : self.windows(self.max_len)].transpose(1, 2)
+        return self.stored.v_cmp
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence may have by now: exact, unless counts came on a GPU; then never below the
-        truth.
-        """
-        return max(self._known)
+        """The most tokens that a sequence has; the host waits for the device."""
+        return int(self.lengths.max())
 
     def windows(self, tokens: int) -> int:
         """Whole windows in this many tokens."""
         return window_count(tokens, self.compress_size, self.compress_stride)
 
     @torch.no_grad()
-    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, *, backend: str | None = None
+    ) -> None:
         """Add new tokens, k `[B, n, kv_heads, D]` and v `[B, n, kv_heads, Dv]`; a prompt is added so where its outputs
         are not wanted.
 
         counts, int `[B]`, on the cache's device or on the CPU, says how many of the n are real in each sequence, the
-        first ones; all by default. No gradient passes. Values of counts are checked as everywhere: on the CPU always,
-        on a GPU with TILEWISE_CHECK=1; a GPU's are read by the host only where the cache may be full.
+        first ones; all by default. No gradient passes. Values of counts, lengths and pages are checked as everywhere:
+        on the CPU always, on a GPU with TILEWISE_CHECK=1. The host waits for nothing else. backend is as in
+        nsa_decode_step.
         """
-        self._check_new(k, v, counts)
-        new = k.shape[1]
-        known, exact = self._make_room(new, counts)
-        positions = self.lengths[:, None] + torch.arange(new, device=self.device)
-        if counts is None:
-            lengths = self.lengths + new
-        else:
-            # Counts that were not checked must not lead out of the store.
-            counts = counts.to(self.device, torch.int64, non_blocking=True)
-            lengths = (self.lengths + counts.clamp(0, new)).clamp(max=self.max_len)
-            real = positions < lengths[:, None]
-            positions = torch.where(real, positions, self.max_len)
-            k, v = (x.masked_fill(~real[..., None, None], 0.0) for x in (k, v))
-        row = torch.arange(self.batch, device=self.device)[:, None]
-        self._write(self._k, row, positions, k)
-        self._write(self._v, row, positions, v)
-        if new:
-            self._compress_new(lengths, new, known if exact and self._exact else None)
+        counts = check_new(self.stored, k, v, counts)
+        # fp64 is for the reference alone.
+        backend = resolve_backend(backend or ("reference" if self.dtype == torch.float64 else None), self.device)
+        steps.write(self.stored, self.sizes, self.compress, k, v, counts, backend)
         # Last, so that a compression that raises leaves the cache as it was.
-        self.lengths, self._known, self._exact = lengths, known, exact
+        steps.commit(self.stored, k.shape[1], counts, backend)
+
+    def check(self) -> None:
+        """Raise where tokens came that a sequence had no room for, or whose page does not exist, since its last reset;
+        the host waits for the device.
+        """
+        for row, flag in enumerate(self.stored.flags.tolist()):
+            if flag & FULL:
+                raise ValueError(
+                    f"sequence {row} is full: tokens came that were not stored, and their output is 0; max_len is"
+                    f" {self.max_len}; make a longer cache, or reset it"
+                )
+            if flag & ASTRAY:
+                raise ValueError(
+                    f"sequence {row} has tokens in pages out of range, which were not stored: expected 0 to"
+                    f" {len(self.stored.k) - 1} in its row of page_table; set its pages before tokens come"
+                )
 
     def reset(self, rows: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """Forget the sequences `rows`, or all of them, so that others take their place."""
@@ -156,155 +180,32 @@ class NSACache:
                 f"rows is {rows!r}: expected sequences of the cache, whole numbers from 0 to {self.batch - 1}"
             )
         at = torch.tensor(chosen, dtype=torch.int64, device=self.device)
-        self.lengths = self.lengths.index_fill(0, at, 0)
-        # The products read all windows up to the longest sequence's, and 0 times what was left there must be 0.
-        self._k_cmp.index_fill_(0, at, 0.0)
-        self._v_cmp.index_fill_(0, at, 0.0)
-        for row in chosen:
-            self._known[row] = 0
-        self._exact = self._exact or rows is None
+        self.stored.lengths.index_fill_(0, at, 0)
+        self.stored.flags.index_fill_(0, at, 0)
 
     def gather(self, position: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of each sequence at position [B, n, kv_heads or 1, K] where kept, zeros elsewhere: [B · n ·
-        kv_heads, K, D or Dv].
+        """Deprecated: index `k` and `v`. Keys and values of each sequence at position [B, n, kv_heads or 1, K] where
+        kept, zeros elsewhere: [B · n · kv_heads, K, D or Dv].
         """
-        own = torch.arange(self.batch * self.kv_heads, device=self.device).view(self.batch, 1, self.kv_heads, 1) * (
-            self.max_len + 1
-        )
-        # What is not kept is not even read, so that it may be NaN.
-        slots = (own + torch.where(keep, position, self.max_len)).flatten(0, 2)
-        return self._k.flatten(0, 2)[slots], self._v.flatten(0, 2)[slots]
+        _warn("gather", "index k and v")
+        row, head = (torch.arange(n, device=self.device) for n in (self.batch, self.kv_heads))
+        k, v, _ = reference.take(self.stored, row[:, None, None, None], position, head[:, None], keep)
+        return k.flatten(0, 2), v.flatten(0, 2)
 
     def compressed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compressed keys and values up to the longest sequence's, rounded up: views [B · kv_heads, C, D or Dv]; zeros
-        behind a sequence's own.
+        """Deprecated: use `k_cmp` and `v_cmp`. Compressed keys and values up to the longest sequence's,
+        [B · kv_heads, C, D or Dv]; zeros behind a sequence's own.
         """
-        most = _rounded(self.windows(self.longest))
-        return self._k_cmp[:, :, :most].flatten(0, 1), self._v_cmp[:, :, :most].flatten(0, 1)
+        _warn("compressed", "use k_cmp and v_cmp")
+        return reference.compressed(self.stored, self.sizes, self.lengths, self.longest)
 
-    def _check_new(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None) -> None:
-        for name, x, channels in (("k", k, self.D), ("v", v, self.Dv)):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
-            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (self.batch, self.kv_heads, channels):
-                expected = f"[{self.batch}, n, {self.kv_heads}, {channels}]"
-                raise ValueError(f"{name} has shape {list(x.shape)}: the cache expects {expected}, for n new tokens")
-            # Inside autocast the caller does not choose a dtype.
-            if x.dtype != self.dtype and not autocasts(self.device):
-                raise TypeError(
-                    f"{name} is {x.dtype} and the cache holds {self.dtype}: convert it, or make the cache with"
-                    f" dtype={x.dtype}"
-                )
-            if x.device != self.device:
-                raise ValueError(f"{name} is on {x.device} and the cache is on {self.device}: move it there")
-        if v.shape[1] != k.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} new tokens and v has {v.shape[1]}: they must be equal (got shapes"
-                f" {checks.shapes_of({'k': k, 'v': v})})"
-            )
-        if counts is None:
-            return
-        if not isinstance(counts, torch.Tensor):
-            raise TypeError(
-                f"counts is a {type(counts).__name__}: expected an int32 or int64 torch.Tensor [{self.batch}]"
-            )
-        if counts.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"counts is {counts.dtype}: expected int32 or int64")
-        if counts.shape != (self.batch,):
-            raise ValueError(
-                f"counts has shape {list(counts.shape)}: expected [{self.batch}], how many of the new tokens each"
-                " sequence has"
-            )
-        if counts.device.type != "cpu" and counts.device != self.device:
-            raise ValueError(
-                f"counts is on {counts.device} and the cache is on {self.device}: move it there, or to the CPU"
-            )
-
-    def _make_room(self, new: int, counts: torch.Tensor | None) -> tuple[list[int], bool]:
-        """The lengths after `new` tokens as the host knows them, and whether they are exact; raises where they are
-        more than max_len.
-        """
-        added, exact, known = [new] * self.batch, self._exact, self._known
-        if counts is not None and checks.values_are_checked(counts):
-            added = counts.tolist()
-            if not all(0 <= count <= new for count in added):
-                raise ValueError(f"counts is {added}: each must be from 0 to the {new} new tokens")
-        elif counts is not None:
-            exact = False
-        if not exact and max(a + b for a, b in zip(known, added, strict=True)) > self.max_len:
-            # It may be full, or only seem so to the host: now the exact lengths are worth a synchronisation.
-            known, exact = self.lengths.tolist(), True
-            added = added if counts is None else counts.clamp(0, new).tolist()
-        after = [a + b for a, b in zip(known, added, strict=True)]
-        if max(after) > self.max_len:
-            row = after.index(max(after))
-            raise ValueError(
-                f"sequence {row} has {known[row]} tokens and {added[row]} come: max_len is {self.max_len}; make a"
-                " longer cache, or reset it"
-            )
-        return after, exact
-
-    def _write(self, store: torch.Tensor, row: torch.Tensor, position: torch.Tensor, x: torch.Tensor) -> None:
-        """x [B', m, kv_heads, D] into the sequences row [B', 1], at position [B', m]."""
-        store.flatten(0, 2).index_put_((self._slots(store, row, position),), x.to(self.dtype))
-
-    def _slots(self, store: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Where the flat store keeps the tokens at `position` of the sequences `row`: [.., kv_heads]."""
-        head = torch.arange(self.kv_heads, device=self.device)
-        return (row[..., None] * self.kv_heads + head) * store.shape[2] + position[..., None]
-
-    def _compress_new(self, lengths: torch.Tensor, new: int, known: list[int] | None) -> None:
-        """Compress the windows that `new` tokens complete; lengths are those after them, and `known` the same where the
-        host knows all.
-        """
-        row, most = torch.arange(self.batch, device=self.device), -(-new // self.compress_stride)
-        if known is not None:
-            completed = [self.windows(b) - self.windows(a) for a, b in zip(self._known, known, strict=True)]
-            most = max(completed)
-            if most == 0:
-                return
-            if 0 in completed:
-                row = torch.tensor([b for b, count in enumerate(completed) if count], device="cpu").to(
-                    self.device, non_blocking=True
-                )
-        first, end = (
-            ((x[row] - self.compress_size) // self.compress_stride + 1).clamp(min=0)[:, None]
-            for x in (self.lengths, lengths)
-        )
-        window = first + torch.arange(most, device=self.device)
-        whole = window < end
-        position = window[..., None] * self.compress_stride + torch.arange(self.compress_size, device=self.device)
-        position = torch.where(whole[..., None], position, self.max_len)
-        at = self._slots(self._k, row[:, None, None], position)
-        k, v = (store.flatten(0, 2)[at] for store in (self._k, self._v))
-        compressed = (_mean(k), _mean(v)) if self.compress is None else self.compress(k, v)
-        for name, store, x, channels in zip(
-            ("k_cmp", "v_cmp"), (self._k_cmp, self._v_cmp), compressed, (self.D, self.Dv), strict=True
-        ):
-            expected = (*window.shape, self.kv_heads, channels)
-            if x.shape != expected:
-                raise ValueError(
-                    f"compress returned {name} of shape {list(x.shape)}: expected {list(expected)}, one for each window"
-                    " and head"
-                )
-            x = x.masked_fill(~whole[..., None, None], 0.0)
-            self._write(store, row[:, None], torch.where(whole, window, store.shape[2] - 1), x)
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.stored.table
+        if table is None:
+            return x
+        pages = table.long().clamp(0, len(x) - 1)
+        return x[pages].flatten(1, 2)[:, : self.max_len]
 
 
-def _rounded(windows: int) -> int:
-    """This many windows, and up to 7 more: cuBLAS has fast 16-bit kernels for multiples of 8 only."""
-    return -(-windows // 8) * 8
-
-
-def _mean(x: torch.Tensor) -> torch.Tensor:
-    return x.mean(2, dtype=wide(x.dtype)).to(x.dtype)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The accumulators' dtype: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast chooses dtypes, not the caller."""
-    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+def _warn(name: str, instead: str) -> None:
+    warnings.warn(f"NSACache.{name} goes in 0.3.0: {instead}", DeprecationWarning, stacklevel=3)

@@ -17,6 +17,7 @@ NSA = Operator(
         "tilewise.workbench.nsa.inspect:audit_choose",
         "tilewise.workbench.nsa.inspect:audit_selected",
         "tilewise.workbench.nsa.inspect:audit_combine",
+        "tilewise.workbench.nsa.decode.inspect:audit_steps",
     ),
 )
 COMPRESSED = Operator(

@@ -23,6 +23,7 @@ from tilewise.ops.nsa.selected.index import Inputs, make_inputs
 from tilewise.workbench.flash import inspect as flash
 from tilewise.workbench.flash.configs import Entry as FlashEntry
 from tilewise.workbench.nsa.configs import BLOCK, CARDS, Entry
+from tilewise.workbench.nsa.decode import inspect as decode
 from tilewise.workbench.operator import Launches
 
 # Few enough tokens that the lists of a usual problem are still built in one piece.
@@ -165,7 +166,8 @@ def _usual(of_width: Callable[..., list[Labelled]], *numbers: int) -> Callable[[
 
 COMPRESSED = Launches(_usual(compressed_launches, GROUP), compressed_configuration)
 SELECTED = Launches(_usual(selected_launches, BLOCK, GROUP), selected_configuration)
-WHOLE = Launches(_usual(launches, BLOCK, GROUP))
+_WHOLE, _DECODE = _usual(launches, BLOCK, GROUP), _usual(decode.both)
+WHOLE = Launches(lambda architecture, dtype: [*_WHOLE(architecture, dtype), *_DECODE(architecture, dtype)])
 ATTEND = Launches(lambda architecture, dtype: attend_launches(architecture, dtype, 128))
 
 

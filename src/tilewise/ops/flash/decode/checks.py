@@ -116,11 +116,11 @@ def check_values(
         if not 0 <= padding <= room:
             raise ValueError(f"leftpad_k is {padding} for entry {b}: expected 0 to {room}")
     if table is not None:
-        _check_pages(table.tolist(), ends, k.shape[0], k.shape[1], new)
+        check_pages(table.tolist(), [end - new for end in ends], ends, k.shape[0], k.shape[1])
 
 
-def _check_pages(table: list[list[int]], ends: list[int], pages: int, page_size: int, new: int) -> None:
-    """The used pages exist, and those that are written are named once."""
+def check_pages(table: list[list[int]], starts: list[int], ends: list[int], pages: int, page_size: int) -> None:
+    """The pages of all keys up to `ends` exist, and those that are written, from `starts` on, are named once."""
     used = [row[: -(-end // page_size)] for row, end in zip(table, ends, strict=True)]
     for b, row in enumerate(used):
         for i, page in enumerate(row):
@@ -129,11 +129,9 @@ def _check_pages(table: list[list[int]], ends: list[int], pages: int, page_size:
                     f"page_table holds {page} at [{b}, {i}], which entry {b} uses: expected 0 to {pages - 1}, for there"
                     f" are {pages} pages"
                 )
-    if not new:
-        return
     named = collections.Counter(page for row in used for page in row)
-    for b, (row, end) in enumerate(zip(used, ends, strict=True)):
-        for page in row[(end - new) // page_size :]:
+    for b, (row, start, end) in enumerate(zip(used, starts, ends, strict=True)):
+        for page in row[start // page_size :] if start < end else ():
             if named[page] > 1:
                 raise ValueError(
                     f"page {page} is written for entry {b}, and page_table names it {named[page]} times: a page that is"

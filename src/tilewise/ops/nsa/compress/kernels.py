@@ -5,14 +5,9 @@ import triton.language as tl
 
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import locate_tile, sequence_bounds, store_rows
+from tilewise.ops._device.windows import whole_windows
 
 SIZES = ("n_batch", "n_tiles", "n_heads", "n_tokens", "n_windows")
-
-
-@triton.jit
-def whole_windows(n_tokens, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """How many windows of SIZE lie in this many tokens."""
-    return tl.where(n_tokens >= SIZE, (n_tokens - SIZE) // STRIDE + 1, 0)
 
 
 @triton.jit(do_not_specialize=("n_offsets", "n_windows"))
