@@ -5,7 +5,8 @@ python benchmarks/step_bits.py                      # the kernels: on a GPU, or 
 python benchmarks/step_bits.py --backend cpu
 
 Normally distributed queries, keys and values; 8 query and 2 KV heads. Differences are counted in units of the last
-place, in the output's dtype, of the largest element of a token's output by one head.
+place, in the output's dtype, of the largest element of a token's output by one head; errors, of both, too: root mean
+squares, against fp64.
 """
 
 import argparse
@@ -31,6 +32,8 @@ class Attention:
         shapes = ((1, TOKENS, heads, channels) for heads in (HEADS, KV_HEADS, KV_HEADS))
         self.q, self.k, self.v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
         self.backend = backend
+        exact = (x.double() for x in (self.q, self.k, self.v))
+        self._truth = flash_attention(*exact, causal=True, backend="reference")[0, list(SAMPLE)]
 
     def steps(self, size: int, num_splits: int = 0) -> torch.Tensor:
         """By steps of `size` tokens; those with a token of the sample are computed, once each."""
@@ -46,6 +49,10 @@ class Attention:
         """By flash_attention over the whole sequence."""
         return flash_attention(self.q, self.k, self.v, causal=True, backend=self.backend)[0, list(SAMPLE)]
 
+    def error(self, x: torch.Tensor) -> float:
+        """The root mean square of the error of outputs."""
+        return ((x.double() - self._truth) / units(x)).square().mean().sqrt().item()
+
 
 def units(x: torch.Tensor) -> torch.Tensor:
     """The unit in the last place of the largest element of each row."""
@@ -59,7 +66,8 @@ def main() -> None:
     parser.add_argument("--backend", default="triton", choices=("triton", "cpu"))
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and options.backend == "triton" else "cpu"
-    print("| dtype, D | compared | elements that differ | largest difference, ULPs |\n|---|---|---|---|")
+    print("| dtype, D | compared | elements that differ | largest difference, ULPs | errors, ULPs |")
+    print("|---|---|---|---|---|")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for channels in (64, 128):
             run = Attention(dtype, channels, options.backend, device)
@@ -75,7 +83,9 @@ def main() -> None:
             for name, (x, y) in rows.items():
                 differ = 100 * (x != y).double().mean().item()
                 most = ((x.double() - y.double()).abs() / units(x)).max().item()
-                print(f"| {str(dtype).removeprefix('torch.')}, {channels} | {name} | {differ:.2f} % | {most:.2g} |")
+                errors = f"{run.error(x):.2f}, {run.error(y):.2f}"
+                kind = f"{str(dtype).removeprefix('torch.')}, {channels}"
+                print(f"| {kind} | {name} | {differ:.2f} % | {most:.2g} | {errors} |")
 
 
 if __name__ == "__main__":

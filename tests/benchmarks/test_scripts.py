@@ -164,8 +164,9 @@ def test_bits_of_steps(monkeypatch, capsys):
     monkeypatch.setattr(step_bits, "SAMPLE", (0, 17, 39))
     step_bits.main()
     header, _, *rows = capsys.readouterr().out.splitlines()
-    assert header == "| dtype, D | compared | elements that differ | largest difference, ULPs |"
+    assert header == "| dtype, D | compared | elements that differ | largest difference, ULPs | errors, ULPs |"
     assert len(rows) == 36
-    differences = [float(row.split(" | ")[-1].rstrip(" |")) for row in rows]
+    differences = [float(row.split(" | ")[3]) for row in rows]
+    assert all(float(error) < 4 for row in rows for error in row.split(" | ")[4].rstrip(" |").split(", "))
     assert max(differences[:24]) <= 1
     assert 0 < max(differences[24:]) < 64
