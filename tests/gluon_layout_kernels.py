@@ -4,6 +4,10 @@ it refuses. `tests/gluon_layouts.py` has the cases.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.ops._device.hopper.ring import thread_barrier
 
 NONE = gl.constexpr(("none",))
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
@@ -84,3 +88,51 @@ def tile_kernel(
     """A tile, and steps from there."""
     tile = gl.load(x + gl.full(SHAPE, 0, gl.int32, LAYOUT)).to(DTYPE)
     put(x, step(step(step(tile, FIRST), SECOND), THIRD))
+
+
+@gluon.jit
+def zeros_in_memory(ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    warps: gl.constexpr = gl.num_warps()
+    zeros = gl.zeros([ROWS, COLUMNS], DTYPE, gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0]))
+    memory = gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], LAYOUT)
+    memory.store(zeros)
+    return memory
+
+
+@gluon.jit
+def loaded(x, SHAPE: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.load(x + gl.full(SHAPE, 0, gl.int32, LAYOUT)).to(gl.float32).to(DTYPE)
+
+
+@gluon.jit
+def warpgroup_kernel(
+    x, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, A: gl.constexpr, B: gl.constexpr, ACC: gl.constexpr,
+    DTYPE: gl.constexpr, ADDED: gl.constexpr, TRANSPOSED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """A product of warpgroups; where B is transposed it lies in memory as [N, K]."""
+    # Conditions of the kernel.
+    if REGISTERS:  # noqa: SIM108
+        a = loaded(x, [M, K], DTYPE, A)
+    else:
+        a = zeros_in_memory(M, K, DTYPE, A)
+    if TRANSPOSED:  # noqa: SIM108
+        b = zeros_in_memory(N, K, DTYPE, B).permute([1, 0])
+    else:
+        b = zeros_in_memory(K, N, DTYPE, B)
+    fence_async_shared()
+    thread_barrier()
+    put(x, warpgroup_mma_wait(0, deps=(warpgroup_mma(a, b, gl.zeros([M, N], ADDED, ACC), is_async=True),)))
+
+
+@gluon.jit
+def dot_kernel(
+    x, K: gl.constexpr, A: gl.constexpr, B: gl.constexpr, ACC: gl.constexpr, DTYPE: gl.constexpr, ADDED: gl.constexpr,
+    MATRIX: gl.constexpr,
+):  # fmt: skip
+    """A product by warps, or without matrix units."""
+    a, b = loaded(x, [64, K], DTYPE, A), loaded(x, [K, 64], DTYPE, B)
+    acc = gl.zeros([64, 64], ADDED, ACC)
+    if MATRIX:
+        put(x, mma_v2(a, b, acc))
+    else:
+        put(x, gl.dot_fma(a, b, acc))

@@ -11,19 +11,31 @@ from contextlib import redirect_stderr
 from typing import Any, NamedTuple
 
 import triton
-from gluon_layout_kernels import shared_kernel, tile_kernel
+from gluon_layout_kernels import dot_kernel, shared_kernel, tile_kernel, warpgroup_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tilewise._gluon.compiler import TELLS_OFFSETS
 
-F16, F32, I32 = gl.float16, gl.float32, gl.int32
+F16, BF16, F32, F64, F8, I8, I32 = (
+    gl.float16,
+    gl.bfloat16,
+    gl.float32,
+    gl.float64,
+    gl.float8e4nv,
+    gl.int8,
+    gl.int32,
+)
 Swizzled, Blocked, Slice, Linear = gl.SwizzledSharedLayout, gl.BlockedLayout, gl.SliceLayout, gl.SharedLinearLayout
 
 
 def nvmma(swizzle: int = 128, bits: int = 16, rank: int = 2) -> Any:
     return gl.NVMMASharedLayout(swizzle, bits, rank)
+
+
+def mma(n: int = 64, k: int = 16, warps: tuple[int, int] = (4, 1), m: int = 16) -> Any:
+    return gl.NVMMADistributedLayout([3, 0], list(warps), [m, n, k])
 
 
 LINE, LINES, CUBE = Swizzled(1, 1, 1, [0]), Swizzled(1, 1, 1, [1, 0]), Swizzled(1, 1, 1, [2, 1, 0])
@@ -33,7 +45,7 @@ ROW, PAIRS = Blocked([1], [32], [4], [0]), Blocked([2], [32], [4], [0])
 TILE, WIDE = Blocked([1, 1], [1, 32], [4, 1], [1, 0]), Blocked([1, 8], [4, 8], [4, 1], [1, 0])
 COLUMNS = Blocked([1, 1], [32, 1], [1, 4], [0, 1])
 TWOS = Blocked([1, 2], [32, 1], [4, 1], [1, 0])
-MMA = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+MMA, BY_WARPS = mma(), gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 LANES = [[1], [2], [4], [8], [16]]
 # Triton takes slices of an array of buffers from 3.9 on.
 SLICES_BUFFERS = hasattr(gl.shared_memory_descriptor, "reinterpret")
@@ -63,6 +75,26 @@ def shared(refused: bool, shape: list[int], layout: Any, *steps: Any, dtype: Any
 
 def tile(refused: bool, shape: list[int], layout: Any, *steps: Any, dtype: Any = I32, warps: int = 4) -> Case:
     return Case(tile_kernel, {"DTYPE": dtype, "SHAPE": shape, "LAYOUT": layout, **_steps(steps)}, refused, warps)
+
+
+def warpgroup(
+    refused: bool, a: Any = None, b: Any = None, acc: Any = MMA, dtype: Any = F16, added: Any = F32, warps: int = 4,
+    transposed: bool = False, **sizes: int,
+) -> Case:  # fmt: skip
+    bits = dtype.primitive_bitwidth
+    layout = nvmma(min(128, 64 * bits // 8), bits)
+    operands = {"A": a or layout, "B": b or layout, "ACC": acc, "DTYPE": dtype, "ADDED": added}
+    ways = {"TRANSPOSED": transposed, "REGISTERS": isinstance(a, gl.DotOperandLayout)}
+    return Case(warpgroup_kernel, {"M": 64, "N": 64, "K": 64, **operands, **ways, **sizes}, refused, warps)
+
+
+def dot(
+    refused: bool, widths: tuple[int, int] = (2, 2), acc: Any = BY_WARPS, dtype: Any = F16, added: Any = F32,
+    matrix: bool = True, k: int = 64,
+) -> Case:  # fmt: skip
+    a, b = (gl.DotOperandLayout(i, acc, width) for i, width in enumerate(widths))
+    arguments = {"K": k, "A": a, "B": b, "ACC": acc, "DTYPE": dtype, "ADDED": added, "MATRIX": matrix}
+    return Case(dot_kernel, arguments, refused)
 
 
 CASES: dict[str, Case] = {
@@ -162,6 +194,50 @@ CASES: dict[str, Case] = {
     "broadcast of two columns": tile(True, [64, 2], TILE, ("broadcast", [64, 64])),
     "gather": tile(False, [64, 64], TILE, ("gather", [32, 64], TILE)),
     "gather of fewer columns": tile(True, [64, 64], TILE, ("gather", [64, 32], TILE)),
+    # Products of warpgroups.
+    "product": warpgroup(False),
+    "product of transposed B": warpgroup(False, transposed=True),
+    "product, narrowly swizzled": warpgroup(False, nvmma(32), nvmma(32)),
+    "product, not swizzled": warpgroup(True, nvmma(0)),
+    "product, swizzled another way": warpgroup(True, SWIRL),
+    "product from registers": warpgroup(False, gl.DotOperandLayout(0, MMA, 2)),
+    "product from registers of another width": warpgroup(True, gl.DotOperandLayout(0, MMA, 4)),
+    "product of half a warpgroup": warpgroup(True, acc=mma(warps=(2, 1)), warps=2),
+    "product of two warpgroups": warpgroup(False, acc=mma(warps=(4, 2)), warps=8),
+    "product of few rows": warpgroup(True, M=32),
+    "product of few columns": warpgroup(False, acc=mma(8), b=nvmma(0), N=8),
+    "product of too few columns": warpgroup(True, acc=mma(128)),
+    "product of too many columns": warpgroup(True, acc=mma(512), N=512),
+    "product of many columns": warpgroup(False, acc=mma(256), N=256),
+    "product of too small a K": warpgroup(True, nvmma(0), K=8),
+    "product with another K": warpgroup(True, acc=mma(k=8)),
+    "product with other rows": warpgroup(True, acc=mma(m=32), M=128),
+    "product into Ampere's layout": warpgroup(True, acc=BY_WARPS),
+    "product into a blocked layout": warpgroup(True, acc=TILE),
+    "product into fp16": warpgroup(False, added=F16),
+    "product of bf16 into fp16": warpgroup(True, dtype=BF16, added=F16),
+    "product into fp64": warpgroup(True, added=F64),
+    "product of fp32": warpgroup(False, acc=mma(k=8), dtype=F32, transposed=True),
+    "product of fp32, B not transposed": warpgroup(True, acc=mma(k=8), dtype=F32),
+    "product of fp8": warpgroup(False, acc=mma(k=32), dtype=F8, transposed=True),
+    "product of fp8, B not transposed": warpgroup(True, acc=mma(k=32), dtype=F8),
+    "product of int8": warpgroup(False, acc=mma(k=32), dtype=I8, added=I32, transposed=True),
+    "product of int32": warpgroup(True, acc=mma(k=8), dtype=I32, added=I32, transposed=True),
+    # Products by warps, and without matrix units.
+    "dot": dot(False),
+    "dot of narrow operands": dot(True, (1, 1)),
+    "dot of wide operands": dot(False, (4, 4)),
+    "dot of two widths": dot(True, (2, 4)),
+    "dot of too small a K": dot(True, k=8),
+    "dot of fp32": dot(False, (1, 1), dtype=F32),
+    "dot of fp32 into fp16": dot(True, (1, 1), dtype=F32, added=F16),
+    "dot of bf16 into bf16": dot(True, dtype=BF16, added=BF16),
+    "dot of int8": dot(False, (4, 4), dtype=I8, added=I32),
+    "dot into Hopper's layout": dot(True, acc=MMA),
+    "fma": dot(False, (0, 0), TILE, F32, F32, False),
+    "fma of operands with a width": dot(True, (1, 1), TILE, F32, F32, False),
+    "fma of fp16 into fp32": dot(True, (0, 0), TILE, F16, F32, False),
+    "fma of int32": dot(True, (0, 0), TILE, I32, I32, False),
 }  # fmt: skip
 if not TELLS_OFFSETS:
     del CASES["reinterpret"]

@@ -41,7 +41,9 @@ def _new_builder(warps: int = 4, ctas: int = 1) -> Any:
     made = gluon_ir.GluonOpBuilder(_context())
     # It does not keep its context alive.
     made.context = _context()
-    made.options = CUDAOptions(num_warps=warps, num_ctas=ctas, supported_fp8_dtypes=FP8)
+    made.options = CUDAOptions(
+        num_warps=warps, num_ctas=ctas, supported_fp8_dtypes=FP8, max_num_imprecise_acc_default=2**30
+    )
     made.codegen_fns = {"min_dot_size": min_dot_size(GPUTarget("cuda", 90, 32))}
     made.module = made.create_module()
     made.module.set_attr("ttg.target", made.get_string_attr("cuda:90"))

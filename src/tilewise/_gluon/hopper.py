@@ -5,19 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.language import one_barrier
 from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
-from tilewise._gluon.products import check_operands, matrix_product, mma_v2
+from tilewise._gluon.products import check_warpgroup, matrix_product, mma_v2
 from tilewise._gluon.shared import Descriptor, Shared
 from tilewise._gluon.values import Pending, Tile, plain
 from tilewise._gluon.watching import show_read
-
-# Bits of an operand in registers.
-OPERAND_BITS = 32
 
 
 def init(barrier: Any, count: Any) -> None:
@@ -166,7 +162,7 @@ def warpgroup_mma(
     is_async: Any = False,
 ) -> Any:
     """Start acc + a @ b, in fp32; its result may be used after the wait."""
-    _check_product(a, b, acc)
+    check_warpgroup(a, b, acc)
     shared = [x for x in (a, b) if isinstance(x, Shared)]
     product = Product([part for x in shared for part in x.parts], acc.product if use_acc else None)
     for x in shared:
@@ -180,23 +176,6 @@ def warpgroup_mma(
     agent.products.append(product)
     tile = Pending(result.to(acc.data.dtype), acc.layout, product=product)
     return tile if is_async else _awaited(0, (tile,))
-
-
-def _check_product(a: Any, b: Any, acc: Any) -> None:
-    lines = executed()
-    if not isinstance(b, Shared):
-        raise KernelFaultError("operand", "the second operand of warpgroup_mma must be in shared memory", lines)
-    check_operands(a, b, acc, "warpgroup_mma")
-    layout = acc.layout
-    if layout is not None and not isinstance(layout, gl.NVMMADistributedLayout):
-        raise KernelFaultError(
-            "layouts differ", f"warpgroup_mma adds to NVMMADistributedLayout, not to {layout}", lines
-        )
-    if isinstance(a, Tile) and a.layout is not None and layout is not None:
-        expected = gl.DotOperandLayout(0, layout, OPERAND_BITS // a.dtype.primitive_bitwidth)
-        if a.layout != expected:
-            message = f"the first operand of warpgroup_mma is in {a.layout}: expected {expected}"
-            raise KernelFaultError("layouts differ", message, lines)
 
 
 def _awaited(num_outstanding: Any, deps: Any) -> Any:
