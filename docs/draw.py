@@ -23,6 +23,7 @@ from tilewise.bench.text import plot
 from tilewise.ops.bsa import reference as bsa
 from tilewise.ops.flash import reference as flash
 from tilewise.ops.flash import simulate
+from tilewise.ops.flash.decode import reference as decode
 from tilewise.ops.hstu import reference as hstu
 from tilewise.ops.nsa import reference as nsa
 
@@ -54,6 +55,8 @@ TILES: dict[str, simulate.Options] = {
     "causal, window_size=(31, 0)": simulate.Options(scale=1.0, left=31, right=0),
 }
 TILING, TILED = simulate.Tiling(block_m=16, block_n=8), 96
+# Three sequences, the first and the last with a common prompt; -1 where no page has been handed out.
+PAGE_SIZE, PAGE_TABLE, LENGTHS = 16, ((4, 1, -1), (2, 0, 5), (4, 3, -1)), (25, 41, 20)
 NSA: dict[str, Any] = {
     "compress_size": 8,
     "compress_stride": 4,
@@ -97,6 +100,19 @@ def flash_heads(query_heads: int, key_heads: int) -> np.ndarray:
     """[Hq, Hk], which KV head each query head reads."""
     q, k, v = random(1, 3, query_heads, 4), random(1, 3, key_heads, 4, seed=1), random(1, 3, key_heads, 4, seed=2)
     return seen(lambda shift: flash.flash_attention(q, k, v + shift[:, None])[0].sum((0, 1, 3)), key_heads)
+
+
+def pool_rows() -> np.ndarray:
+    """[entries, pages · PAGE_SIZE], the rows of a pool that the last query of each sequence sees."""
+    table, lengths = torch.tensor(PAGE_TABLE), torch.tensor(LENGTHS)
+    pages = int(table.max()) + 1
+    q, k, v = random(3, 1, 1, 4), random(pages, PAGE_SIZE, 1, 4, seed=1), random(pages, PAGE_SIZE, 1, 4, seed=2)
+
+    def attend(shift: torch.Tensor) -> torch.Tensor:
+        shifted = v + shift.view(pages, PAGE_SIZE, 1, 1)
+        return decode.attend_cached(q, k, shifted, causal=True, seqused_k=lengths, page_table=table)[0].sum((1, 2, 3))
+
+    return seen(attend, pages * PAGE_SIZE)
 
 
 def flash_tiles(options: simulate.Options) -> tuple[np.ndarray, int, int]:
@@ -271,6 +287,29 @@ def draw_flash_tiles() -> Figure:
     return figure
 
 
+def draw_decode_pages() -> Figure:
+    """Sequences by position, and the pool that they lie in."""
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    sequences, pool = figure.subplots(1, 2, width_ratios=(3, 1.4))
+    rows = pool_rows()
+    # 0 where none sees it, 1 to 3 for a sequence's own, 4 where two do.
+    kinds = np.where(rows.sum(0) > 1, 4, rows.argmax(0) + rows.any(0)).reshape(-1, PAGE_SIZE)
+    # Page -1 is the last, in which nothing lies.
+    cells = np.vstack([kinds, 0 * kinds[:1]])[np.array(PAGE_TABLE)].reshape(len(PAGE_TABLE), -1)
+    colours = [GREY, BLUE, ORANGE, GREEN, SKY]
+    paint(sequences, cells, colours, "keys by position", across="position", down="sequence", tile=(1, PAGE_SIZE))
+    for b, pages in enumerate(PAGE_TABLE):
+        for i, page in enumerate(pages):
+            words, colour = f"page {page}" if page >= 0 else "-1", "white" if cells[b, i * PAGE_SIZE] == 1 else "black"
+            sequences.text(i * PAGE_SIZE + 0.5, b + 0.5, words, va="center", color=colour)
+    paint(pool, kinds, colours, "the pool", across="row", down="page", tile=(1, PAGE_SIZE))
+    for axes, count in ((sequences, len(PAGE_TABLE)), (pool, len(kinds))):
+        axes.set_aspect("auto")
+        axes.set_yticks(np.arange(count) + 0.5, np.arange(count))
+    legend(figure, sequence_0=BLUE, sequence_1=ORANGE, sequence_2=GREEN, sequences_0_and_2=SKY, no_key=GREY)
+    return figure
+
+
 def draw_nsa() -> Figure:
     """Native sparse attention's branches, for one query and for all of them."""
     figure = Figure(figsize=(7.2, 4.9), layout="constrained")
@@ -361,6 +400,7 @@ def draw_bench(name: str) -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "flash-masks": draw_flash_masks,
     "flash-tiles": draw_flash_tiles,
+    "decode-pages": draw_decode_pages,
     "nsa-branches": draw_nsa,
     "hstu-masks": draw_hstu,
     "bsa-blocks": draw_bsa,
