@@ -143,10 +143,10 @@ class ContextPlan:
         digest = hashlib.blake2b(text.encode(), digest_size=8)
         digest.update(self._owner.numpy().tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest(), "big", signed=True)], device=device)
-        all_of_them = mine.new_empty(self.world)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         with explained():
-            dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
-        if len(set(all_of_them.tolist())) > 1:
+            dist.all_gather(all_of_them, mine, group=self.group)
+        if len(set(torch.cat(all_of_them).tolist())) > 1:
             texts: list[Any] = [None] * self.world
             dist.all_gather_object(texts, text, group=self.group)
             lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
