@@ -44,6 +44,7 @@ def _attention(
     softcap=0.0,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
+    sinks=None,
     return_lse=False,
 ):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -61,6 +62,13 @@ def _attention(
             for b in range(len(ends_q) - 1)
         ]
         o, lse = torch.cat([part[0][0] for part in parts]), torch.cat([part[1][0] for part in parts], -1)
+    if sinks is not None:
+        # One more logit a head, without a value: it only takes weight from the others. A difference of two -inf, and
+        # its gradient, would be NaN.
+        lse, sinks = (x.float().clamp(min=-1e30) for x in (lse, sinks))
+        total = torch.logaddexp(lse, sinks[:, None])
+        o = (o * torch.exp(lse - total).transpose(-1, -2)[..., None]).to(o.dtype)
+        lse = total.masked_fill(total < -1e29, -torch.inf)
     return (o, lse) if return_lse else o
 
 
