@@ -285,7 +285,9 @@ def test_by_range_two_runs_give_identical_files(tmp_path):
 def test_an_operator_that_is_not_traced(tmp_path):
     outcome = CliRunner().invoke(cli.app, ["trace", "flush", "--out", str(tmp_path)])
     assert outcome.exit_code == 2
-    assert "expected one of flash, flash-hopper, nsa-compressed, nsa-selected" in " ".join(outcome.output.split())
+    assert "expected one of flash, flash-hopper, flash-decode, nsa-compressed, nsa-selected" in " ".join(
+        outcome.output.split()
+    )
     outcome = CliRunner().invoke(cli.app, ["trace", "nsa", "--out", str(tmp_path)])
     assert outcome.exit_code == 2
     assert "there is no trace of 'nsa': its branches are traced one at a time" in " ".join(outcome.output.split())

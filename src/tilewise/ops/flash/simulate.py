@@ -7,8 +7,9 @@ zeros as loads pad them.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -134,19 +135,37 @@ def forward(
     Q; for each key tile i: K_i, S_pre_scaling_i, S_i (masked), M_i, L_i, P_i, V_i, O_scale_i, O_i; then O_final and
     LSE.
     """
-    queries, keys, state = q.shape[0], k.shape[0], state_dtype(q)
+    queries, keys = q.shape[0], k.shape[0]
+    blocks = key_blocks(i_m, queries, keys, tiling, options)
+    kept = partial(keep, i_m, queries=queries, keys=keys, tiling=tiling, options=options, device=q.device)
+    yield from attend(tile(q, i_m, tiling.block_m), k, v, blocks, kept, tiling, options)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Iterable[int],
+    kept: Callable[[int], torch.Tensor],
+    tiling: Tiling,
+    options: Options,
+) -> Iterator[Named]:
+    """A tile of queries [M, D] over key tiles that start at `blocks`, with the pairs [M, N] that are `kept` there:
+    what `forward` yields.
+    """
+    state = state_dtype(q)
     sign, factor = _units(tiling, options)
-    b_q = tile(q, i_m, tiling.block_m) * sign
+    b_q = q * sign
     yield "Q", b_q
-    m = torch.full((tiling.block_m,), -math.inf, dtype=state, device=q.device)
+    m = torch.full(q.shape[:1], -math.inf, dtype=state, device=q.device)
     l = torch.zeros_like(m)
-    acc = torch.zeros(tiling.block_m, v.shape[1], dtype=state, device=q.device)
-    for step, i_n in enumerate(key_blocks(i_m, queries, keys, tiling, options)):
+    acc = torch.zeros(q.shape[0], v.shape[1], dtype=state, device=q.device)
+    for step, i_n in enumerate(blocks):
         b_k = tile(k, i_n, tiling.block_n)
         yield f"K_{step}", b_k
         scores = dot(b_q, b_k.T, state)
         yield f"S_pre_scaling_{step}", scores
-        scores = _cap(scores, options).masked_fill(~keep(i_m, i_n, queries, keys, tiling, options, q.device), -math.inf)
+        scores = _cap(scores, options).masked_fill(~kept(i_n), -math.inf)
         yield f"S_{step}", scores
         m_new = torch.maximum(m, scores.amax(1) * factor)
         yield f"M_{step}", m_new
