@@ -13,7 +13,7 @@ from tilewise.ops.flash.simulate import Named, Options, Tiling
 
 
 class Splits(NamedTuple):
-    """How an entry's keys are split: the first one's first key, keys in each, how many there are."""
+    """How an entry's keys are split: the first key, keys in each split, how many there are."""
 
     low: int
     chunk: int

@@ -163,8 +163,8 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     case = _case(request, config)
     if not 0 <= request.head < KV_HEADS or not 0 <= request.program < case.splits.number:
         raise UsageError(
-            f"there are {KV_HEADS} KV heads of {case.splits.number} splits each: expected --head 0 to {KV_HEADS - 1} and"
-            f" --program 0 to {case.splits.number - 1}"
+            f"there are {KV_HEADS} KV heads of {case.splits.number} splits each: expected --head 0 to {KV_HEADS - 1}"
+            f" and --program 0 to {case.splits.number - 1}"
         )
     about = {
         "tiles": f"{config.block_m} rows × {config.block_n} keys",
