@@ -12,6 +12,7 @@ import flash
 import flash_layouts
 import harness
 import hstu
+import nsa_decode
 import pytest
 import step_bits
 import table
@@ -52,14 +53,15 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
     monkeypatch.setattr(harness, "need_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for script in (decode, flash, flash_layouts, hstu):
+    for script in (decode, nsa_decode, flash, flash_layouts, hstu):
         monkeypatch.setattr(script, "Clock", lambda device: Clock(torch.device("cpu")))
         if hasattr(script, "take_turns"):
             brief = script.take_turns
             monkeypatch.setattr(script, "take_turns", lambda *given, brief=brief, **_: brief(*given, seconds=0.0))
-    for script in (decode, flash):
+    for script in (decode, nsa_decode, flash):
         monkeypatch.setattr(script, "host_times", lambda calls, *_, **__: {name: {"host": 1.26} for name in calls})
-    monkeypatch.setattr(decode, "captured", lambda step: step)
+    for script in (decode, nsa_decode):
+        monkeypatch.setattr(script, "captured", lambda step: step)
     monkeypatch.setattr(hstu, "graph_milliseconds", lambda clock, step: clock.run([step], 1)[0])
     with OnTheCpu():
         yield
@@ -96,6 +98,23 @@ def test_decode(monkeypatch, tmp_path, capsys):
     assert list(step["graph_milliseconds"]) == ["tilewise", "fa2"]
     assert list(paged["graph_milliseconds"]) == list(prefill["graph_milliseconds"]) == ["tilewise", "dense"]
     assert called["microseconds"] == {"tilewise": 1.3, "sdpa": 1.3}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_nsa_decode(monkeypatch, tmp_path, capsys):
+    shapes = nsa_decode.Shape(2, 160, 4, 2, 16), nsa_decode.Shape(1, 160, 4, 2, 16, page=16)
+    monkeypatch.setattr(nsa_decode, "shapes", lambda: iter(shapes))
+    monkeypatch.setattr(nsa_decode, "COLD_BYTES", shapes[0].compressed_bytes)
+    monkeypatch.setattr(nsa_decode, "CALLED", shapes[0])
+
+    def once(_, calls, **__):
+        return {name: SimpleNamespace(median=1.0, result=call()) for name, call in calls.items()}
+
+    monkeypatch.setattr(nsa_decode, "take_turns", once)
+    *steps, called = run(nsa_decode, monkeypatch, tmp_path, capsys)["rows"]
+    assert [row["copies"] for row in steps] == [1, 2]
+    assert all(list(row["graph_milliseconds"]) == ["nsa", "dense"] for row in steps)
+    assert called["microseconds"] == {"nsa": 1.3, "dense": 1.3}
 
 
 @pytest.mark.usefixtures("on_the_cpu", "no_flash_attn")

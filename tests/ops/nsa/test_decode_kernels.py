@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import NSACache, nsa_decode_step
 from tilewise.ops._host.launching import capture
+from tilewise.ops.nsa import launch as training
 from tilewise.ops.nsa import reference
 from tilewise.ops.nsa.cached import launch
 from tilewise.ops.nsa.cached import reference as plain
@@ -58,9 +59,8 @@ def make_cache(device, tensors, lengths=LENGTHS, room=ROOM, pages=0, **more):
     if pages:
         width = -(-room // pages)
         table = torch.randperm(batch * width + 2, generator=torch.Generator().manual_seed(9))[: batch * width]
-        pools = [
-            torch.full((batch * width + 2, pages, kv_heads, x.shape[-1]), torch.nan, device=device) for x in (k, v)
-        ]
+        shape = (batch * width + 2, pages, kv_heads)
+        pools = [x.new_full((*shape, x.shape[-1]), torch.nan).to(device) for x in (k, v)]
         paged = {"page_table": table.view(batch, width).to(device), "k_pages": pools[0], "v_pages": pools[1]}
     cache = NSACache(batch, room, kv_heads, D, DV, **{**SMALL, **more}, **paged, device=device)
     longest = max(lengths)
@@ -156,6 +156,18 @@ def test_rows_means_and_lengths_are_those_of_torch(pages, device):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_means_are_the_bits_of_training(dtype, device):
+    """Whatever the steps that a window came in."""
+    tensors = {name: x.to(dtype) for name, x in draw(tokens=40, batch=1, kv_heads=1).items()}
+    cache = make_cache(device, tensors, (0,), dtype=dtype, pages=16)
+    for first, n in ((0, 21), (21, 1), (22, 4), (26, 13)):
+        cache.append(*(tensors[name][:, first : first + n].to(device) for name in "kv"), backend="triton")
+    for name in "kv":
+        means = training.compress(tensors[name][:, :39].to(device), None, None, 8, 4)
+        assert torch.equal(getattr(cache, f"{name}_cmp")[:, : means.shape[1]], means)
+
+
 def learned(k, v):
     weight = torch.linspace(-1, 2, k.shape[2], dtype=k.dtype, device=k.device)[:, None, None]
     return (k * weight).sum(2).sin(), (v * weight).sum(2).cos()
@@ -232,11 +244,13 @@ def cache_like(cache):
     return other
 
 
-def test_new_tokens_in_chunks_are_the_same(device, monkeypatch):
+@pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 1), ("MOST_BLOCKS", 4)])
+def test_what_does_not_fit_is_taken_in_chunks(limit, value, device, monkeypatch):
+    """New tokens; blocks to choose from."""
     tensors = draw(kv_heads=1, heads=2)
     new = rows(tensors, LENGTHS, 3)
     whole = step(new, make_cache(device, tensors), device)
-    monkeypatch.setattr(launch, "MOST_BYTES", 1)
+    monkeypatch.setattr(launch, limit, value)
     assert same(step(new, make_cache(device, tensors), device), whole)
 
 

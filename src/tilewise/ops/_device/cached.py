@@ -95,14 +95,14 @@ def locate_rows(sequences, i_b, o_n, m_n, n_pages, width, PAGE: tl.constexpr):
     exist.
     """
     if PAGE is None:
-        o_entry = tl.zeros_like(o_n).to(tl.int64) + i_b
-        o_row = o_n.to(tl.int64)
+        o_row = tl.cast(o_n, tl.int64)
+        o_entry = o_row * 0 + i_b
     else:
         p_page = sequences.table + (tl.cast(i_b, tl.int64) * width + o_n // PAGE)
         o_page = tl.load(p_page, mask=m_n, other=-1)
         m_n = m_n & (o_page >= 0) & (o_page < n_pages)
-        o_entry = o_page.to(tl.int64)
-        o_row = (o_n % PAGE).to(tl.int64)
+        o_entry = tl.cast(o_page, tl.int64)
+        o_row = tl.cast(o_n % PAGE, tl.int64)
     return o_entry, o_row, m_n
 
 

@@ -27,12 +27,12 @@ from tilewise.ops.nsa.cached.kernels.store import (
     nsa_cached_write_kernel,
 )
 from tilewise.ops.nsa.cached.stored import ASTRAY, FULL, Stored
-from tilewise.ops.nsa.choose.launch import HELD, LEAST_BLOCKS, MOST_BLOCKS
+from tilewise.ops.nsa.choose.launch import LEAST_BLOCKS
 from tilewise.ops.nsa.problem import Sizes, window_count
 
-# New tokens that a program stores; elements of a window that one adds up at a time; pages that one looks at.
+# New tokens that a program stores; rows of a window that it waits for at a time; pages that one looks at.
 WRITTEN = 16
-ADDED = 4096
+AT_ONCE = 16
 PAGES = 1024
 # Windows of a split, at least: its output in fp32 then moves a sixteenth of the bytes of its keys and values, and one
 # long sequence with 4 KV heads still fills a large GPU.
@@ -42,6 +42,9 @@ CHUNK = 128
 # Blocks, query heads and splits that a program weighs at a time; parts that one merges.
 WEIGHED, WEIGHED_HEADS, WEIGHED_SPLITS = 64, 16, 32
 MERGED = 16
+# Blocks that are chosen from at a time, at most: those of a million tokens, for what does not fit is read again for
+# every bit of a score; and how many one warp holds.
+MOST_BLOCKS, HELD_BLOCKS = 16384, 512
 # Bytes that scores and parts of the tokens of one launch may take: more new tokens are processed in chunks.
 MOST_BYTES = 256 << 20
 
@@ -87,7 +90,7 @@ def plan_write(
 ) -> None:
     """Store new tokens behind those there are, and with `means` the means of the windows that they complete."""
     batch, new, heads, _ = k.shape
-    sizes, widths = plain(sizes), _widths(stored)
+    sizes = plain(sizes)
     tiles = -(-new // WRITTEN)
     arguments = {
         "k": strided(k),
@@ -101,10 +104,11 @@ def plan_write(
         "n_tiles": tiles,
         "n_heads": heads,
         "room": stored.room,
-        "WIDTHS": widths,
+        "WIDTHS": _widths(stored),
         "WINDOWS": _windows(sizes),
         "BLOCK_R": WRITTEN,
-        "BLOCK_W": min(power_of_2(sizes.compress_size), ADDED // max(widths.BLOCK_D, widths.BLOCK_DV)),
+        "AT_ONCE": min(power_of_2(sizes.compress_size), AT_ONCE),
+        "num_warps": 1,
         "enable_fp_fusion": True,
     }
     emit(k, Launch(nsa_cached_write_kernel, tiles * heads * batch, arguments | _paging(stored)))
@@ -322,8 +326,7 @@ def _emit_choice(
         "indices": indices,
         "n_heads": indices.shape[2],
         "CHOICE": choice,
-        # One warp never waits for another.
-        "num_warps": 1 if block <= HELD else 4,
+        "num_warps": min(max(block // HELD_BLOCKS, 1), 16),
     }
     emit(
         q,

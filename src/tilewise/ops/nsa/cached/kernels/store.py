@@ -2,7 +2,8 @@
 
 Until the lengths are committed every kernel finds a sequence's new tokens behind them: nothing else says where a step
 stands, so the host needs no length, and a step that raises before the end leaves the cache as it was.
-Bytes: new rows once; of a window that ends, its rows once, those before the new tokens from the cache.
+Bytes: new rows once; of a window that ends, its rows once, those before the new tokens from the cache. They are added
+up in order, as the means of native_sparse_attention are, so that these are the same bits, whatever the steps.
 """
 
 from typing import Any, NamedTuple
@@ -36,21 +37,18 @@ def store_new(kept, o_i, o_entry, o_row, m_row, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def add_rows(acc, kept, o_n, o_entry, o_row, m_old, m_new, start, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows at positions `o_n`, added one to one in fp32: from `start` on they are new."""
+def add_row(acc, kept, i_n, i_entry, i_row, m_row, start, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The row at position `i_n` added in fp32, where there is one: from `start` on it is new."""
     o_d = tl.arange(0, BLOCK_D)
-    m_d = (o_d < D)[None, :]
-    p_new = kept.p_new + (o_n - start).to(tl.int64) * kept.new.strides.token
-    p_row = kept.p_head + o_entry * kept.cache.strides.batch + o_row * kept.cache.strides.token
-    # [W, D]
-    acc += tl.load(p_row[:, None] + o_d[None, :], mask=m_old[:, None] & m_d, other=0.0).to(tl.float32)
-    acc += tl.load(p_new[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0).to(tl.float32)
-    return acc
+    p_new = kept.p_new + tl.cast(i_n - start, tl.int64) * kept.new.strides.token
+    p_row = kept.p_head + i_entry * kept.cache.strides.batch + i_row * kept.cache.strides.token
+    # [D]
+    return acc + tl.load(tl.where(i_n >= start, p_new, p_row) + o_d, mask=m_row & (o_d < D), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_mean(x, i_b, i_c, i_h, acc, SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A window's mean from the sums of its rows, to its row of x."""
+    """A window's mean from the sum of its rows, to its row of x."""
     o_d = tl.arange(0, BLOCK_D)
     p_x = (
         x.x
@@ -58,17 +56,17 @@ def store_mean(x, i_b, i_c, i_h, acc, SIZE: tl.constexpr, D: tl.constexpr, BLOCK
         + tl.cast(i_c, tl.int64) * x.strides.token
         + tl.cast(i_h, tl.int64) * x.strides.head
     )
-    tl.store(p_x + o_d, (tl.sum(acc, 0) / SIZE).to(x.x.dtype.element_ty), mask=o_d < D)
+    tl.store(p_x + o_d, (acc / SIZE).to(x.x.dtype.element_ty), mask=o_d < D)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_cached_write_kernel(
     k, v, k_cache, v_cache, k_cmp, v_cmp, sequences, n_new, n_tiles, n_heads, room, n_pages, width,
-    WIDTHS: tl.constexpr, WINDOWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    WIDTHS: tl.constexpr, WINDOWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of new tokens x KV heads x sequences.
     # Owns: BLOCK_R new tokens of one KV head.
-    # Loops over: the windows that end among them, and their tokens, BLOCK_W at a time.
+    # Loops over: the windows that end among them, and their tokens in order, AT_ONCE on their way at a time.
     # Writes: its rows of the caches, but for those without room or a page; the means of these windows, unless k_cmp is
     # None.
     i_h = tl.program_id(0) % n_heads
@@ -90,16 +88,16 @@ def nsa_cached_write_kernel(
         low = whole_windows(tl.minimum(start + i_r, end), WINDOWS.SIZE, WINDOWS.STRIDE)
         high = whole_windows(tl.minimum(start + i_r + BLOCK_R, end), WINDOWS.SIZE, WINDOWS.STRIDE)
         for i_c in range(low, high):
-            acc_k = tl.full([BLOCK_W, WIDTHS.BLOCK_D], 0.0, tl.float32)
-            acc_v = tl.full([BLOCK_W, WIDTHS.BLOCK_DV], 0.0, tl.float32)
-            for i_w in range(0, WINDOWS.SIZE, BLOCK_W):
-                o_w = i_w + tl.arange(0, BLOCK_W)
-                o_n = i_c * WINDOWS.STRIDE + o_w
-                m_new = (o_w < WINDOWS.SIZE) & (o_n >= start)
-                m_old = (o_w < WINDOWS.SIZE) & (o_n < start)
-                e_w, r_w, m_old = locate_rows(sequences, i_b, o_n, m_old, n_pages, width, PAGE)
-                acc_k = add_rows(acc_k, keys, o_n, e_w, r_w, m_old, m_new, start, WIDTHS.D, WIDTHS.BLOCK_D)
-                acc_v = add_rows(acc_v, values, o_n, e_w, r_w, m_old, m_new, start, WIDTHS.DV, WIDTHS.BLOCK_DV)
+            acc_k = tl.full([WIDTHS.BLOCK_D], 0.0, tl.float32)
+            acc_v = tl.full([WIDTHS.BLOCK_DV], 0.0, tl.float32)
+            for i_w in range(0, WINDOWS.SIZE, AT_ONCE):
+                for I in tl.static_range(AT_ONCE):
+                    i_n = i_c * WINDOWS.STRIDE + i_w + I
+                    m_w = i_w + I < WINDOWS.SIZE
+                    i_entry, i_row, m_old = locate_rows(sequences, i_b, i_n, m_w & (i_n < start), n_pages, width, PAGE)
+                    m_w = m_w & (m_old | (i_n >= start))
+                    acc_k = add_row(acc_k, keys, i_n, i_entry, i_row, m_w, start, WIDTHS.D, WIDTHS.BLOCK_D)
+                    acc_v = add_row(acc_v, values, i_n, i_entry, i_row, m_w, start, WIDTHS.DV, WIDTHS.BLOCK_DV)
             store_mean(k_cmp, i_b, i_c, i_h, acc_k, WINDOWS.SIZE, WIDTHS.D, WIDTHS.BLOCK_D)
             store_mean(v_cmp, i_b, i_c, i_h, acc_v, WINDOWS.SIZE, WIDTHS.DV, WIDTHS.BLOCK_DV)
 
