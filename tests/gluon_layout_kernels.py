@@ -4,11 +4,19 @@ it refuses. `tests/gluon_layouts.py` has the cases.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from tilewise.ops._device.hopper.ring import thread_barrier
+from tilewise.ops._device.hopper.ring import thread_barrier, tma_load, tma_store
 
+# Names that Triton 3.9 has changed.
+load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 NONE = gl.constexpr(("none",))
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
@@ -136,3 +144,44 @@ def dot_kernel(
         put(x, mma_v2(a, b, acc))
     else:
         put(x, gl.dot_fma(a, b, acc))
+
+
+@gluon.jit
+def copy_kernel(
+    x, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, SHARED: gl.constexpr,
+    BARRIERS: gl.constexpr,
+):  # fmt: skip
+    """A tile is fetched by TMA and stored back."""
+    rank: gl.constexpr = len(BLOCK)
+    if rank == 1:
+        desc = tma.make_tensor_descriptor(x, [512], [1], BLOCK, LAYOUT)
+        place = [0]
+    elif rank == 2:
+        desc = tma.make_tensor_descriptor(x, [256, 256], [256, 1], BLOCK, LAYOUT)
+        place = [0, 0]
+    else:
+        desc = tma.make_tensor_descriptor(x, [4, 64, 256], [16384, 256, 1], BLOCK, LAYOUT)
+        place = [0, 0, 0]
+    tile = gl.allocate_shared_memory(DTYPE, SHAPE, SHARED)
+    barrier = gl.allocate_shared_memory(gl.int64, [BARRIERS], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    mbarrier.expect(barrier, desc.block_type.nbytes)
+    tma_load(desc, place, barrier, tile)
+    mbarrier.wait(barrier, 0)
+    tma_store(desc, place, tile)
+    tma.store_wait(0)
+    mbarrier.invalidate(barrier)
+
+
+@gluon.jit
+def threads_copy_kernel(x, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, SHARED: gl.constexpr):
+    """A tile is fetched by threads (cp.async)."""
+    if len(SHAPE) == 1:
+        places = gl.arange(0, SHAPE[0], LAYOUT)
+    else:
+        rows = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+        places = rows[:, None] * SHAPE[1] + gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    tile = gl.allocate_shared_memory(DTYPE, SHAPE, SHARED)
+    load_async(tile, x + places)
+    async_copy.commit_group()
+    async_copy.wait_group(0)

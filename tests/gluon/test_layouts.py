@@ -32,7 +32,7 @@ def test_what_the_simulation_refuses(name):
     assert Path(raised.value.lines[-1][0].file).name == "gluon_layout_kernels.py"
 
 
-@pytest.mark.slow
-def test_what_the_compiler_refuses():
-    refused = run_compiling(Path(gluon_layouts.__file__))
-    assert refused == [name for name, case in CASES.items() if case.refused]
+@pytest.mark.parametrize("every", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)])
+def test_what_the_compiler_refuses(every):
+    refused = run_compiling(Path(gluon_layouts.__file__), every)
+    assert refused == [name for name in list(CASES)[::every] if CASES[name].refused]

@@ -43,19 +43,20 @@ def _regions(sizes: tuple[int, ...], strides: tuple[int, ...], start: int, size:
 
 
 @functools.lru_cache(maxsize=256)
-def _offsets(layout: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def element_offsets(layout: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """Where each element of a buffer lies, in elements."""
     if hasattr(layout, "interval_padding_pairs"):
         raise KernelFaultError("not simulated", "reinterpreting shared memory that is padded", executed())
     elements = np.zeros(1, dtype=np.int64)
     for basis in offset_bases(layout, list(shape)):
-        elements = np.concatenate([elements, elements ^ _flat(basis, shape)])
+        elements = np.concatenate([elements, elements ^ flat_place(basis, shape)])
     offsets = np.empty(math.prod(shape), dtype=np.int64)
     offsets[elements] = np.arange(len(elements))
     return torch.from_numpy(offsets)
 
 
-def _flat(basis: Sequence[int], shape: Sequence[int]) -> int:
+def flat_place(basis: Sequence[int], shape: Sequence[int]) -> int:
+    """Of an element by its coordinates, its number."""
     number = 0
     for place, size in zip(basis, shape, strict=True):
         number = number * size + place
@@ -91,7 +92,7 @@ class Face:
         """Of each element, from where this face begins."""
         count, sizes = self.data.numel(), self.data.shape
         # Buffers lie one after the other.
-        one = _offsets(self.layout, tuple(sizes[self.data.dim() - rank_of(self.layout) :]))
+        one = element_offsets(self.layout, tuple(sizes[self.data.dim() - rank_of(self.layout) :]))
         return (torch.arange(0, count, len(one))[:, None] + one).view(-1)
 
     def reinterpreted(self, view: torch.Tensor, data: torch.Tensor, layout: Any) -> "Face":

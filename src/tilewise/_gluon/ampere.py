@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tilewise._gluon.allocation import element_offsets, flat_place
+from tilewise._gluon.compiler import TELLS_OFFSETS, linear_layout
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import arrive
 from tilewise._gluon.language import check_layouts, one_barrier
@@ -16,6 +18,8 @@ from tilewise._gluon.order import Barrier, Part, current
 from tilewise._gluon.shared import Shared
 
 THREADS_PER_WARP = 32
+# The least that a thread copies.
+COPIED_BYTES = 4
 
 
 class Load:
@@ -77,6 +81,7 @@ def async_load(
     if smem.data.dtype is not memory.flat.dtype:
         message = f"async_load of {memory.flat.dtype} to shared memory of {smem.data.dtype}"
         raise KernelFaultError("dtypes differ", message, executed())
+    _check_bytes(smem, pointer.layout)
     agent.pause()
     load = Load(smem.parts)
     memory.read(region, agent, (load.number, 1))
@@ -94,6 +99,25 @@ def async_load(
         agent.machine.changed(agent)
 
     agent.machine.later(land)
+
+
+def _check_bytes(smem: Shared, layout: Any) -> None:
+    """A thread copies at least 4 bytes that are side by side in shared memory too."""
+    if layout is None or not TELLS_OFFSETS:
+        return
+    size, shape = smem.data.element_size(), tuple(smem.kind.whole[-len(smem.shape) :])
+    offsets = element_offsets(smem.layout, shape)
+    linear = linear_layout(layout, smem.shape)
+    own, others = (
+        [int(offsets[flat_place(basis, shape)]) for basis in bases]
+        for bases in (linear.reg_bases, (*linear.lane_bases, *linear.warp_bases))
+    )
+    count = 1
+    while count * size < COPIED_BYTES and count in own and sum(x & count != 0 for x in (*own, *others)) == 1:
+        count *= 2
+    if count * size < COPIED_BYTES:
+        message = f"a copy of {count * size} bytes by each thread, from a tile in {layout} to {smem.kind}: expected at"
+        raise KernelFaultError("refused", f"{message} least {COPIED_BYTES} bytes side by side", executed())
 
 
 @synchronises("commit of copies")

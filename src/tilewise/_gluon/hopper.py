@@ -1,10 +1,13 @@
 """What Hopper has: mbarriers, copies by the tensor memory accelerator (TMA), products of warpgroups, fences."""
 
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.language import one_barrier
@@ -12,8 +15,11 @@ from tilewise._gluon.leaving_out import synchronises
 from tilewise._gluon.order import Copy, Product, current
 from tilewise._gluon.products import check_warpgroup, matrix_product, mma_v2
 from tilewise._gluon.shared import Descriptor, Shared
-from tilewise._gluon.values import Pending, Tile, plain
+from tilewise._gluon.values import GLUON, Pending, Tile, plain
 from tilewise._gluon.watching import show_read
+
+# A descriptor's rows have at least so many.
+ROW_BYTES = 16
 
 
 def init(barrier: Any, count: Any) -> None:
@@ -51,13 +57,20 @@ def expect(barrier: Any, bytes_per_cta: Any = None, pred: Any = True, bytes: Any
         one_barrier(barrier).arrive(1, operator.index(bytes if bytes_per_cta is None else bytes_per_cta))
 
 
-def _check_tile(desc: Descriptor, shared: Shared, what: str) -> None:
-    if shared.shape != desc.block_shape:
+def _tile_of(desc: Descriptor, shared: Shared, what: str) -> torch.Tensor:
+    """Shared memory as a descriptor's tile: its rows may be counted by more axes, or by fewer."""
+    if shared.shape[-1] != desc.block_shape[-1] or math.prod(shared.shape) != math.prod(desc.block_shape):
         message = f"{what}: shared memory of {shared.shape} and a descriptor's tile of {desc.block_shape}"
         raise KernelFaultError("shapes differ", message, executed())
-    if shared.layout != desc.layout:
+    if shared.dtype != desc.dtype:
+        message = f"{what}: shared memory of {shared.dtype} and a descriptor of {desc.dtype}"
+        raise KernelFaultError("dtypes differ", message, executed())
+    if not isinstance(shared.layout, gl.NVMMASharedLayout) or (
+        replace(shared.layout, rank=desc.layout.rank) != desc.layout
+    ):
         message = f"{what}: shared memory in {shared.layout} and a descriptor in {desc.layout}"
         raise KernelFaultError("layouts differ", message, executed())
+    return shared.data.view(desc.block_shape)
 
 
 def async_load(
@@ -68,7 +81,7 @@ def async_load(
     """
     if not pred:
         return
-    _check_tile(desc, result, "async_load")
+    _tile_of(desc, result, "async_load")
     agent, barrier = current(), one_barrier(barrier)
     agent.pause()
     phase, lines = barrier.done + 1, executed()
@@ -88,9 +101,10 @@ def async_load(
             raise KernelFaultError("bytes missing", message, lines)
         for write in writes:
             write.flying = False
-        result.data.zero_()
+        tile = _tile_of(desc, result, "async_load")
+        tile.zero_()
         if region is not None:
-            result.data[inside] = region.of(desc.memory.flat)
+            tile[inside] = region.of(desc.memory.flat)
         barrier.bytes -= desc.nbytes_per_cta
         barrier.settle(machine)
 
@@ -112,7 +126,7 @@ def copy_out(
     """Start to copy a tile to global memory; with `reduce`, to what that makes of the numbers there and the tile's,
     each an atomic.
     """
-    _check_tile(desc, src, what)
+    _tile_of(desc, src, what)
     agent = current()
     for part in src.parts:
         problem = part.problem_of_read(True)
@@ -126,7 +140,7 @@ def copy_out(
     def land() -> None:
         copy.landed = True
         if region is not None:
-            there, tile = region.of(memory.flat), src.data[inside]
+            there, tile = region.of(memory.flat), _tile_of(desc, src, what)[inside]
             there.copy_(reduce(there, tile) if reduce else tile)
             agent.machine.changed(memory)
         agent.machine.changed(agent)
@@ -225,6 +239,16 @@ def make_tensor_descriptor(
     """A descriptor that the kernel makes."""
     if padding_option != "zero":
         raise KernelFaultError("not simulated", f"padding by {padding_option}", executed())
+    sizes, bits = [operator.index(n) for n in block_shape], GLUON[base.memory.flat.dtype].primitive_bitwidth
+    if not len(sizes) == len(shape) == len(strides) or any(n & (n - 1) for n in sizes):
+        message = f"a descriptor of tiles of {sizes}: expected powers of two, for {len(shape)} sizes and strides"
+        raise KernelFaultError("refused", message, executed())
+    if operator.index(strides[-1]) != 1 or sizes[-1] * bits < ROW_BYTES * 8:
+        message = f"a descriptor of rows of {sizes[-1] * bits // 8} bytes, of stride {operator.index(strides[-1])}:"
+        raise KernelFaultError("refused", f"{message} expected at least {ROW_BYTES} bytes, of stride 1", executed())
+    if not isinstance(layout, gl.NVMMASharedLayout) or layout.transposed or layout.rank != len(sizes):
+        message = f"a descriptor in {layout}: expected NVMMASharedLayout of {len(sizes)} axes, not transposed"
+        raise KernelFaultError("refused", message, executed())
     return Descriptor(base.memory, operator.index(base.offset), shape, strides, block_shape, layout)
 
 

@@ -266,11 +266,17 @@ class BarrierArray:
 
     def one(self) -> Barrier:
         """Of an array of one, that one."""
-        return self.index(0)
+        if len(self._barriers) > 1:
+            message = f"{len(self._barriers)} barriers, of which one is used: expected index(i)"
+            raise KernelFaultError("refused", message, executed())
+        return self._barriers[0]
 
 
 def one_barrier(x: Any) -> Barrier:
     """A barrier, also where a kernel has not indexed its array of one."""
+    if isinstance(x, Shared):
+        message = f"a barrier in {x.layout}: expected mbarrier.MBarrierLayout()"
+        raise KernelFaultError("not simulated", message, executed())
     return x.one() if isinstance(x, BarrierArray) else x
 
 
