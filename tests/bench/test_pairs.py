@@ -1,5 +1,6 @@
 """The work that is counted is the work that the masks leave."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from tilewise.ops.nsa import reference as nsa
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.bsa.cases import Bsa
 from tilewise.workbench.flash.cases import Flash
+from tilewise.workbench.flash.decode.problem import Decode
 from tilewise.workbench.hstu.cases import Hstu
 from tilewise.workbench.nsa.cases import Nsa
 from tilewise.workbench.nsa.cases_compressed import NsaCompressed
@@ -51,6 +53,21 @@ def test_windows_that_have_ended(tokens, size, stride):
     assert ended_windows(tokens, size, stride) == int(
         nsa._ended(tokens, windows, size, stride, torch.device("cpu")).sum()
     )
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Decode(lengths=(9, 0, 3), T=4, new=2, H=2),
+        Decode(lengths=(9, 5), leftpad=(4, 0), T=2, H=2, causal=False, window=(3, 1)),
+        Decode(lengths=(40, 3), queries=(1, 5), page=16, H=4, Hk=2),
+    ],
+    ids=str,
+)
+def test_keys_of_a_cache(problem):
+    """A score of 0 and values of 1: a row's LSE is the logarithm of the number of keys that it sees."""
+    found, _, outputs = count("flash-decode", dataclasses.replace(problem, scale=0.0))
+    assert found == round(float(outputs["lse"].exp().sum()))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,10 @@ def run_request(request: Request, console: Console) -> bool:
     earlier = _earlier(request.compare, operator.name, dtype) if request.compare else None
     cases = find_cases(operator, timed, request, own.device)
     everyone = contenders(operator, timed, request.impls, request.baselines, DTYPES[dtype], own)
-    modes = [mode for mode in MODES if mode in request.modes]
+    differentiable = operator.load("suite").problem.differentiable
+    modes = [mode for mode in MODES if mode in request.modes and (differentiable or mode == "fwd")]
+    if not modes:
+        raise UsageError(f"{operator.name} has no backward: expected --mode fwd")
     clock = Clock(device)
     # Before this run puts anything on the GPU.
     findings = doctor.as_json()

@@ -130,7 +130,7 @@ def _calls(function: Callable[..., Any]) -> Callable[[Problem, Tensors], Call]:
     """Calls of a function with the operator's signature."""
 
     def build(problem: Problem, tensors: Tensors) -> Call:
-        leaves = floating_leaves(tensors)
+        leaves = floating_leaves(tensors) if problem.differentiable else tensors
 
         def run() -> list[torch.Tensor]:
             return flat_outputs(function(**problem.arguments(leaves), **problem.options()))
@@ -172,7 +172,7 @@ def written(problem: Problem) -> str:
 def _scores(problem: Problem) -> int:
     sizes = vars(problem)
     batch = 1 if sizes.get("lengths") else sizes.get("B", 1)
-    return int(batch * sizes.get("H", 1) * sum(tokens * tokens for tokens in problem.tokens()))
+    return int(batch * sizes.get("H", 1) * problem.scores())
 
 
 def shorter(problem: Problem) -> Problem:

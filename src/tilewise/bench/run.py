@@ -147,9 +147,8 @@ class Bench:
         assert ours.implementation is not None
         function = partial(self.operator.load("function"), backend=ours.implementation.name, **problem.returning)
         with torch.no_grad():
-            outputs = {
-                name: x for name, x in evaluate(problem, function, tensors, self.dtype, None).items() if x is not None
-            }
+            made = evaluate(problem, function, tensors, self.dtype, None)
+            outputs = {name: x for name in problem.outputs if (x := made[name]) is not None}
         pairs, sizes = self.bench.pairs(problem, tensors, outputs), vars(problem)
         floating = {name: x for name, x in tensors.items() if x.is_floating_point()}
         work = Work(

@@ -112,7 +112,7 @@ def _by_work(checks: Sequence[Check]) -> list[Check]:
     def rank(check: Check) -> tuple[int, bool, int]:
         suite: Suite = workbench.find(check.operator).load("suite")
         problem = suite.growth if check.case == GROWTH else suite.find(check.case).problem
-        return operators[check.operator], not check.implementation.interpreted, -sum(n * n for n in problem.tokens())
+        return operators[check.operator], not check.implementation.interpreted, -problem.scores()
 
     return sorted(checks, key=rank)
 

@@ -90,6 +90,10 @@ class Problem:
         """The lengths of its sequences of keys."""
         raise NotImplementedError
 
+    def scores(self) -> int:
+        """Of one head of all of `tokens`: by default as many queries as keys."""
+        return sum(n * n for n in self.tokens())
+
     def twice_as_long(self) -> Self:
         """The same with twice the tokens, for measuring how memory grows."""
         raise NotImplementedError

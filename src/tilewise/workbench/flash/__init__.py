@@ -35,7 +35,7 @@ DECODE = Operator(
     suite="tilewise.workbench.flash.decode.cases:SUITE",
     configs=Missing("its cases run them"),
     trace="tilewise.workbench.flash.decode.trace:TRACE",
-    bench=Missing("benchmarks/decode.py times it, on a GPU"),
+    bench="tilewise.workbench.flash.decode.bench:BENCHMARK",
     launches="tilewise.workbench.flash.decode.inspect:LAUNCHES",
     audit=("tilewise.workbench.flash.decode.inspect:audit_cases",),
 )

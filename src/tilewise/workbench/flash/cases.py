@@ -32,7 +32,7 @@ def make_sinks(fill: Fill, kind: str, heads: int) -> Tensors:
         return {}
     # fp16 holds the largest, whatever the law.
     x = fill("sinks", (heads,), LARGE_SINKS if kind == "large" else 1.0).clamp(-LARGEST_SINK, LARGEST_SINK)
-    return {"sinks": x.where(torch.arange(heads) % 2 == 0, -torch.inf) if kind == "off" else x}
+    return {"sinks": x.where(torch.arange(heads, device=x.device) % 2 == 0, -torch.inf) if kind == "off" else x}
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,9 @@ class Decode(Problem):
 
     def _used(self, x: torch.Tensor) -> torch.Tensor:
         """NaN in slots that are not in use, or hold padding."""
-        slot = torch.arange(x.shape[1])
-        first = torch.tensor(self.leftpad or (0,) * len(self.lengths))[:, None]
-        used = (slot < torch.tensor(self.lengths)[:, None]) & (slot >= first)
+        slot = torch.arange(x.shape[1], device=x.device)
+        first, end = (torch.tensor(n, device=x.device)[:, None] for n in (self.leftpad or [0], self.lengths))
+        used = (slot < end) & (slot >= first)
         return x.where(used[:, :, None, None], torch.nan)
 
     def _table(self) -> torch.Tensor:
@@ -99,12 +99,11 @@ class Decode(Problem):
         return table
 
     def _in_pages(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        pages = int((table >= 0).sum()) + SPARE_PAGES
-        pool = x.new_full((pages, self.page, *x.shape[2:]), torch.nan)
-        for row, entry in zip(table.tolist(), x, strict=True):
-            for page, rows in zip(row, entry.split(self.page), strict=True):
-                if page >= 0:
-                    pool[page, : len(rows)] = rows
+        used = table >= 0
+        pool = x.new_full((int(used.sum()) + SPARE_PAGES, self.page, *x.shape[2:]), torch.nan)
+        behind = table.shape[1] * self.page - x.shape[1]
+        rows = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, behind), value=torch.nan).unflatten(1, (-1, self.page))
+        pool[table[used].long()] = rows[used]
         return pool
 
     def options(self) -> dict[str, Any]:
@@ -173,6 +172,11 @@ class Decode(Problem):
     def tokens(self) -> tuple[int, ...]:
         """Each entry's keys, the new ones too."""
         return tuple(length + self.new for length in self.lengths)
+
+    def scores(self) -> int:
+        """Of each entry's queries."""
+        queries = self.queries or (self.T,) * len(self.lengths)
+        return sum(n * keys for n, keys in zip(queries, self.tokens(), strict=True))
 
     def twice_as_long(self) -> Self:
         """Twice the keys and queries."""
