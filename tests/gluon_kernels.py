@@ -18,10 +18,11 @@ ROWS, COLUMNS = 64, 64
 SIDE = gl.constexpr(64)
 
 
+LAYOUT = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float16)
+
+
 def descriptor(x):
-    block = [ROWS, COLUMNS]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit

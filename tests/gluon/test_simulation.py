@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from gluon_kernels import (
     COLUMNS,
+    LAYOUT,
     ROWS,
+    TensorDescriptor,
     added_kernel,
     copies_kernel,
     descriptor,
@@ -162,6 +164,27 @@ def test_what_a_kernel_may_not_do(how, says):
     found = fault(lambda: odd_kernel[(1,)](torch.zeros(128, dtype=torch.int32), how))
     assert str(found).startswith(says)
     assert found.lines[-1][0].function == "odd_kernel"
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 100), (28, 100), (64, 0)])
+def test_a_kernel_stays_inside_of_the_tensor_that_it_is_given(first, count):
+    """However much the storage has around it."""
+    whole = torch.arange(256.0)
+    x, y = whole[first : first + count], torch.zeros(128)
+    scale_kernel[(1,)](x, y, count, 2.0, BLOCK=128)
+    assert torch.equal(y[:count], x * 2)
+    for given in ((x, y), (y, x)):
+        found = fault(lambda given=given: scale_kernel[(1,)](*given, count + 1, 2.0, BLOCK=128))
+        assert f"out of bounds: element {first + count} of a tensor's {count}, {first} to" in str(found)
+
+
+def test_a_descriptor_stays_inside_of_its_tensor():
+    whole = tiles(2)
+    larger = TensorDescriptor(whole[:ROWS], list(whole.shape), list(whole.stride()), [ROWS, COLUMNS], LAYOUT)
+    tile_at_kernel[(1,)](larger, 0, 0, True)
+    found = fault(lambda: tile_at_kernel[(1,)](larger, ROWS, 0, True))
+    assert found.kind == "out of bounds"
+    assert "reaches elements 4096 to 8191 of a tensor's 4096, 0 to 4095 of its storage's 8192" in str(found)
 
 
 def test_whole_numbers_are_those_of_32_bits():

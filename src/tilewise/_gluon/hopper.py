@@ -249,7 +249,7 @@ def make_tensor_descriptor(
     if not isinstance(layout, gl.NVMMASharedLayout) or layout.transposed or layout.rank != len(sizes):
         message = f"a descriptor in {layout}: expected NVMMASharedLayout of {len(sizes)} axes, not transposed"
         raise KernelFaultError("refused", message, executed())
-    return Descriptor(base.memory, operator.index(base.offset), shape, strides, block_shape, layout)
+    return Descriptor(base, shape, strides, block_shape, layout)
 
 
 COPIES: dict[str, Any] = {

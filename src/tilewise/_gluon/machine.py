@@ -19,7 +19,7 @@ from tilewise._gluon.faults import KernelFaultError, Lines, Stopped, executed, s
 from tilewise._gluon.language import SHARED_BYTES
 from tilewise._gluon.leaving_out import Study
 from tilewise._gluon.members import Member
-from tilewise._gluon.memory import GlobalMemory
+from tilewise._gluon.memory import Extent, GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
 from tilewise._gluon.shared import Descriptor
 from tilewise._gluon.translate import add_hooks, adopt, refresh, translate
@@ -282,14 +282,12 @@ class Machine:
     def _given(self, value: Any) -> Any:
         """An argument as the kernel sees it."""
         if isinstance(value, torch.Tensor):
-            return Pointer(self.memory(value), value.storage_offset())
+            return Pointer(self.memory(value), Extent.of(value), value.storage_offset())
         if hasattr(value, "block_shape") and hasattr(value, "base"):
             if getattr(value, "padding", "zero") != "zero":
                 raise KernelFaultError("not simulated", f"a descriptor's padding by {value.padding}")
-            start = value.base.storage_offset()
-            return Descriptor(
-                self.memory(value.base), start, value.shape, value.strides, value.block_shape, value.layout
-            )
+            base = self._given(value.base)
+            return Descriptor(base, value.shape, value.strides, value.block_shape, value.layout)
         if isinstance(value, bool | int | float):
             return Tile(value)
         if isinstance(value, tuple):

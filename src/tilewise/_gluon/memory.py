@@ -8,6 +8,30 @@ from tilewise._gluon.faults import KernelFaultError, Lines, executed
 from tilewise._gluon.order import Agent, Clock
 
 
+class Extent(NamedTuple):
+    """Elements of a storage from a tensor's first one to before the end of its last one: what a kernel may access that
+    was given the tensor. Gaps between its rows count as its own.
+    """
+
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Extent":
+        """That of a tensor, which has none where it is empty."""
+        first = int(x.storage_offset())
+        if x.numel() == 0:
+            return cls(first, first)
+        return cls(first, first + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+    def named(self, memory: "GlobalMemory") -> str:
+        """In a message."""
+        count = self.end - self.first
+        if count == memory.flat.numel():
+            return f"a tensor's {count}"
+        return f"a tensor's {count}, {self.first} to {self.end - 1} of its storage's {memory.flat.numel()}"
+
+
 class Places(NamedTuple):
     """Elements of a storage by their offsets."""
 

@@ -14,7 +14,7 @@ from tilewise._gluon.compiler import SharedType, ask, left_open, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.memory import GlobalMemory, Region, Window
 from tilewise._gluon.order import Part, current
-from tilewise._gluon.values import GLUON, Tile, plain, torch_dtype
+from tilewise._gluon.values import GLUON, Pointer, Tile, plain, torch_dtype
 from tilewise._gluon.watching import View, show_read
 
 # What TMA's last coordinate must be a multiple of.
@@ -172,8 +172,8 @@ class Shared(View):
 class Descriptor:
     """A tensor descriptor in the kernel."""
 
-    def __init__(self, memory: GlobalMemory, start: int, shape: Any, strides: Any, block_shape: Any, layout: Any):
-        self._memory, self._start = memory, start
+    def __init__(self, base: Pointer, shape: Any, strides: Any, block_shape: Any, layout: Any):
+        self._base, memory = base, base.memory
         self.shape = [operator.index(n) for n in shape]
         self.strides = [operator.index(n) for n in strides]
         self.block_shape = [operator.index(n) for n in block_shape]
@@ -187,12 +187,12 @@ class Descriptor:
 
     def in_tiles(self, block_shape: Any, layout: Any) -> "Descriptor":
         """The same tensor in tiles of another shape."""
-        return Descriptor(self._memory, self._start, self.shape, self.strides, block_shape, layout)
+        return Descriptor(self._base, self.shape, self.strides, block_shape, layout)
 
     @property
     def memory(self) -> GlobalMemory:
         """What it describes."""
-        return self._memory
+        return self._base.memory
 
     @property
     def type(self) -> "Descriptor":
@@ -204,7 +204,7 @@ class Descriptor:
         that is. Addresses count modulo 2^64.
         """
         first = [operator.index(c) for c in coord]
-        if first[-1] * self._memory.flat.element_size() % COORDINATE_BYTES or (writes and min(first) < 0):
+        if first[-1] * self.memory.flat.element_size() % COORDINATE_BYTES or (writes and min(first) < 0):
             # Not in PTX's documentation: measured on an H200, with and without swizzling.
             what, also = ("to", ", and none negative") if writes else ("of", "")
             message = f"a copy {what} the tile at {first}, of {self.dtype}: the last coordinate must be a multiple of"
@@ -215,12 +215,13 @@ class Descriptor:
         if any(a >= b for a, b in zip(low, high, strict=True)):
             return None, ()
         offset = sum((c + a) * s for c, a, s in zip(first, low, self.strides, strict=True))
-        start = self._start + (offset + 2**63) % 2**64 - 2**63
+        start = operator.index(self._base.offset) + (offset + 2**63) % 2**64 - 2**63
         sizes = [b - a for a, b in zip(low, high, strict=True)]
         # A stride along one element is never taken.
         strides = [s if n > 1 else 0 for n, s in zip(sizes, self.strides, strict=True)]
         last = start + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        if not 0 <= start <= last < self._memory.flat.numel():
-            message = f"a tile at {first} reaches elements {start} to {last} of {self._memory.flat.numel()}"
+        extent = self._base.extent
+        if not extent.first <= start <= last < extent.end:
+            message = f"a tile at {first} reaches elements {start} to {last} of {extent.named(self.memory)}"
             raise KernelFaultError("out of bounds", message, executed())
         return Window(sizes, strides, start), tuple(slice(a, b) for a, b in zip(low, high, strict=True))

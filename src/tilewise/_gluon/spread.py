@@ -181,7 +181,7 @@ def part_of(value: Any, split: Split, rank: int) -> Any:
         for whole, size, chunk in zip([slice(None)] * len(value.shape), value.shape, split.part(rank), strict=True)
     )
     if isinstance(value, Pointer):
-        return Pointer(value.memory, value.offset[part], local(value.layout))
+        return Pointer(value.memory, value.extent, value.offset[part], local(value.layout))
     product = value.product.of[rank] if isinstance(value.product, Products) else value.product
     return type(value)(value.data[part], local(value.layout), product=product)
 

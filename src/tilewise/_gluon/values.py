@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise._gluon.compiler import TileType, ask, left_open, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
-from tilewise._gluon.memory import GlobalMemory, Places
+from tilewise._gluon.memory import Extent, GlobalMemory, Places
 from tilewise._gluon.order import Product
 
 # Of 8 bits, and the largest number of each.
@@ -354,12 +354,12 @@ for _name, _function in (OPERATIONS | COMPARISONS).items():
 
 
 class Pointer:
-    """Into global memory: an offset, or a tile of offsets, in elements."""
+    """Into a tensor in global memory: an offset, or a tile of offsets, in elements of its storage."""
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, memory: GlobalMemory, offset: Any, layout: Any = None) -> None:
-        self.memory, self.offset, self.layout = memory, offset, layout
+    def __init__(self, memory: GlobalMemory, extent: Extent, offset: Any, layout: Any = None) -> None:
+        self.memory, self.extent, self.offset, self.layout = memory, extent, offset, layout
 
     @property
     def dtype(self) -> Any:
@@ -378,7 +378,7 @@ class Pointer:
 
     def __add__(self, other: Any) -> "Pointer":
         layout = common_layout([Tile(self.offset, self.layout), other])
-        return Pointer(self.memory, self.offset + plain(other), layout)
+        return Pointer(self.memory, self.extent, self.offset + plain(other), layout)
 
     __radd__ = __add__
 
@@ -387,17 +387,17 @@ class Pointer:
 
     def __getitem__(self, index: Any) -> "Pointer":
         tile = Tile(self.offset, self.layout)[index]
-        return Pointer(self.memory, tile.data, tile.layout)
+        return Pointer(self.memory, self.extent, tile.data, tile.layout)
 
     def touched(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The offsets, and which of them are accessed (None: all); an access outside of the tensor is a fault."""
         offset = torch.as_tensor(self.offset, dtype=torch.int64)
-        inside = (offset >= 0) & (offset < self.memory.flat.numel())
+        inside = (offset >= self.extent.first) & (offset < self.extent.end)
         wanted = None if mask is None else torch.as_tensor(plain(mask)).broadcast_to(offset.shape)
         outside = ~inside if wanted is None else wanted & ~inside
         if bool(outside.any()):
             first = int(offset[outside].reshape(-1)[0])
-            message = f"element {first} of a tensor's {self.memory.flat.numel()} is accessed"
+            message = f"element {first} of {self.extent.named(self.memory)} is accessed"
             raise KernelFaultError("out of bounds", message, executed())
         return offset, wanted
 
