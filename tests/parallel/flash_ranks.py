@@ -1,9 +1,14 @@
 """What ranks run in the tests of flash attention over several processes."""
 
+import contextlib
+import gc
+import types
+
 import torch
+import torch.distributed as dist
 
 from tilewise import flash_attention
-from tilewise.parallel import ContextPlan, flash
+from tilewise.parallel import ContextPlan, exchange, flash, ring
 
 
 def inputs(batch, tokens, heads, kv_heads, D, Dv, packed, dtype, seed=0):
@@ -53,3 +58,95 @@ def sharded(group, sizes, offsets, dtype, options, with_sinks, backend, plan_opt
     for dsinks in rest:
         torch.distributed.all_reduce(dsinks, group=group)
     return [whole[0], plan.unshard(lse, -1), *whole[1:], *rest]
+
+
+def counted(group, options, tokens, heads_at_a_time, method):
+    """What a forward and a backward send to other ranks, in bytes, and the memory that each holds at most while kernels
+    run beside inputs and results. Kernels compute nothing here, and hold nothing.
+    """
+    flash.FETCHED_BYTES = heads_at_a_time * tokens * (64 + 32) * 2
+    plan = ContextPlan(group, seq_len=tokens, method=method)
+    q, k, v, do, _, _ = inputs(1, tokens, 8, 4, 64, 32, False, torch.bfloat16)
+    leaves = [plan.shard(x, 1).requires_grad_() for x in (q, k, v)]
+    do = plan.shard(do, 1)
+    flash_attention(*leaves, **options, parallel=plan, backend="cpu")
+    found = []
+    before = held()
+    with counting(plan) as sent, idle_kernels() as seen:
+        o, lse = flash_attention(*leaves, **options, parallel=plan, backend="cpu", return_lse=True)
+        results = o.numel() * o.element_size() + lse.numel() * lse.element_size()
+        found.append((sum(sent), max(seen) - before - results))
+        del sent[:], seen[:]
+        torch.autograd.grad(o, leaves, do)
+        gradients = sum(x.numel() * x.element_size() for x in leaves)
+        found.append((sum(sent), max(seen) - before - results - gradients))
+    return found
+
+
+def held():
+    """Bytes of all tensors on the CPU."""
+    gc.collect()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if is_tensor(x)}
+    return sum(storages.values())
+
+
+def is_tensor(x):
+    return issubclass(type(x), torch.Tensor) and x.device.type == "cpu"
+
+
+def nothing(shape, dtype):
+    """Zeros without memory."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+@contextlib.contextmanager
+def idle_kernels():
+    """Kernels that take no time; gives what was held when each ran."""
+    seen = []
+
+    def forward(given, _numbers):
+        q, _, v, *_ = given
+        seen.append(held())
+        lse = nothing((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32)
+        return nothing((*q.shape[:-1], v.shape[-1]), q.dtype), lse
+
+    def backward(given, _numbers):
+        _, _, q, k, v, *_ = given
+        seen.append(held())
+        return *(nothing(x.shape, x.dtype) for x in (q, k, v)), None
+
+    before = flash.flash_forward, flash.flash_backward
+    for module in (flash, ring):
+        module.flash_forward = types.SimpleNamespace(call_checked=forward)
+        module.flash_backward = types.SimpleNamespace(call_checked=backward)
+    try:
+        yield seen
+    finally:
+        for module in (flash, ring):
+            module.flash_forward, module.flash_backward = before
+
+
+@contextlib.contextmanager
+def counting(plan):
+    """Bytes that this rank sends to others, collective by collective."""
+    sent = []
+    before = dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv
+
+    def all_to_all(received, x, receives, sends, **options):
+        row = x[0].numel() * x.element_size() if len(x) else 0
+        sent.append(row * (sum(sends) - sends[plan.rank]))
+        return before[0](received, x, receives, sends, **options)
+
+    def all_gather(received, x, **options):
+        sent.append(x.numel() * x.element_size() * (plan.world - 1))
+        return before[1](received, x, **options)
+
+    def isend_irecv(operations):
+        sent.extend(one.tensor.numel() * one.tensor.element_size() for one in operations if one.op is dist.isend)
+        return before[2](operations)
+
+    dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv = all_to_all, all_gather, isend_irecv
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv = before

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel.flash_ranks import sharded, whole
+from parallel.flash_ranks import counted, sharded, whole
 from processes import processes
 
 DENSE, PACKED = [0, 139], [0, 70, 70, 73, 139]
@@ -67,3 +67,31 @@ def test_any_assignment(offsets, method):
 
 def test_a_few_heads_at_a_time():
     compare(2, PACKED, {"causal": True}, "cpu", with_sinks=True, balance="contiguous", heads_at_a_time=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "method"),
+    [({"causal": True}, 4, "all_gather"), ({}, 1, "all_gather"), ({"causal": True}, 4, "ring")],
+    ids=["at once", "one by one", "ring"],
+)
+def test_what_is_sent_and_held(options, heads, method):
+    """Over three ranks: keys and values of the others once, and again in the backward, with their gradients."""
+    tokens = 1500
+    some = tokens * heads * (64 + 32) * 2
+    everything = tokens * 4 * (64 + 32) * 2
+    for forward, backward in processes().run(counted, 3, options, tokens, heads, method):
+        assert forward[0] == everything * 2 // 3
+        assert everything * 2 // 3 < backward[0] <= everything * 4 // 3
+        # Those that are here and those that come; backward also sums in fp32 and gradients on their way.
+        assert forward[1] <= 2 * some + 100
+        assert backward[1] <= 6.1 * some
+
+
+def test_a_window_fetches_what_is_next_to_a_rank():
+    for forward, backward in processes().run(
+        counted, 3, {"causal": True, "window_size": (99, 0)}, 1500, 4, "all_gather"
+    ):
+        # Of a segment's neighbour 99 keys, for each of two segments.
+        row = 4 * (64 + 32) * 2
+        assert forward[0] <= 2 * 2 * 99 * row
+        assert backward[0] <= 2 * 2 * 2 * 99 * row

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 Tensor = torch.Tensor
+# Its name since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
@@ -23,8 +25,10 @@ class Pending:
         """Until it is here."""
         with explained():
             self._work.wait()
-        del self._kept
-        return self._finish()
+        finish = self._finish
+        # Neither is kept beyond this: what was sent, and what was received.
+        del self._work, self._kept, self._finish
+        return finish()
 
 
 @contextlib.contextmanager
@@ -42,6 +46,9 @@ def explained() -> Iterator[None]:
 class Exchange:
     """For one set of tokens that each rank needs. Tensors have their tokens in the first axis, local ones in the order
     of the plan, fetched ones ascending.
+
+    Where ranks need half of all tokens or more, all are gathered, and what is not needed is left out: to send each rank
+    its own would take a copy for each.
     """
 
     def __init__(
@@ -53,27 +60,38 @@ class Exchange:
         needs: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        world = len(tokens)
-        self._group = group
-        local = torch.full_like(owner, -1)
-        local[tokens[rank]] = torch.arange(len(tokens[rank]))
-        wanted = [local[need] for need in needs]
-        sent = [rows[rows >= 0] for rows in wanted]
+        self._group, self._rank, self._world = group, rank, len(tokens)
+        local = torch.empty_like(owner)
+        for here in tokens:
+            local[here] = torch.arange(len(here))
+        needed = needs[rank]
+        of = owner[needed]
+        # Rows of this rank that each other one needs, and where in what it gets from each the rows that this one needs
+        # are.
+        sent = [local[need[owner[need] == rank]] for need in needs]
         self._sent = torch.cat(sent).to(device)
         self._sends = [len(rows) for rows in sent]
-        of = owner[needs[rank]]
-        # Received rank by rank; `_place[i]` is where the i-th row that is needed came to lie.
         came = torch.argsort(of, stable=True)
         self._came = came.to(device)
-        self._place = torch.argsort(came).to(device)
-        self._receives = [int((of == other).sum()) for other in range(world)]
-        self._count = len(tokens[rank])
+        self._receives = [int((of == other).sum()) for other in range(self._world)]
+        self._count, self._most = len(tokens[rank]), max(map(len, tokens))
+        self._gathers = 2 * sum(map(len, needs)) >= self._world * len(owner)
+        place = of * self._most + local[needed] if self._gathers else torch.argsort(came)
+        self._place = place.to(device)
 
     def fetch(self, x: Tensor) -> Pending:
         """The needed rows of all ranks' x."""
-        sent = x.index_select(0, self._sent)
-        received = x.new_empty((sum(self._receives), *x.shape[1:]))
-        work = self._send(received, sent, self._receives, self._sends)
+        if self._gathers:
+            received = x.new_empty((self._world * self._most, *x.shape[1:]))
+            # In its own place, so that it is not there twice.
+            sent = received[self._rank * self._most :][: self._most]
+            sent[: self._count] = x
+            with explained():
+                work = _all_gather(received, sent, group=self._group, async_op=True)
+        else:
+            sent = x.index_select(0, self._sent)
+            received = x.new_empty((sum(self._receives), *x.shape[1:]))
+            work = self._send(received, sent, self._receives, self._sends)
         return Pending(work, lambda: received.index_select(0, self._place), sent)
 
     def bring_home(self, gradient: Tensor) -> Pending:

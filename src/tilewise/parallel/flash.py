@@ -148,13 +148,15 @@ class Fetching:
         k, v = (self._exchange.fetch(self._rows.first(x[..., of.keys, :])) for x in (self._k, self._v))
         return k, v
 
-    def __iter__(self) -> Iterator[tuple[Heads, Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Heads, list[Tensor]]]:
+        """K and V in a list, which is emptied before the next are put in order."""
         coming = self._start(self._heads[0])
         for i, of in enumerate(self._heads):
-            k, v = (self._rows.back(x.wait()) for x in coming)
+            here = [self._rows.back(x.wait()) for x in coming]
             if i + 1 < len(self._heads):
                 coming = self._start(self._heads[i + 1])
-            yield of, k, v
+            yield of, here
+            here.clear()
 
 
 class Gathered(torch.autograd.Function):
@@ -167,21 +169,11 @@ class Gathered(torch.autograd.Function):
         """Output and LSE of local queries."""
         ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
-        rows = Rows(plan.packed)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-        for heads, keys, values in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
-            some_sinks = None if sinks is None else sinks[heads.queries]
-            for call in _calls(plan, options, rows.count(keys), q.device):
-                tensors = (
-                    rows.take(q[..., heads.queries, :], call.rows),
-                    rows.take(keys, call.keys),
-                    rows.take(values, call.keys),
-                )
-                given = (*tensors, call.cu_q, call.cu_k, some_sinks)
-                o_part, lse_part = flash_forward.call_checked(given, (None, None, 0, *options.of(call)))
-                rows.put(o[..., heads.queries, :], call.rows, o_part)
-                rows.put_lse(lse[..., heads.queries, :], call.rows, lse_part)
+        for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
+            some = o[..., heads.queries, :], lse[..., heads.queries, :], q[..., heads.queries, :]
+            _attend(plan, options, some, here, None if sinks is None else sinks[heads.queries])
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o, lse
 
@@ -195,47 +187,65 @@ class Gathered(torch.autograd.Function):
         rows, exchange = Rows(plan.packed), plan.exchange(options.window, q.device)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        going: tuple[Heads, Pending, Pending] | None = None
+        going: tuple[Heads, list[Pending]] | None = None
 
         def arrive() -> None:
             if going is not None:
-                heads, *parts = going
-                for x, part in zip((dk, dv), parts, strict=True):
-                    x[..., heads.keys, :] = rows.back(part.wait())
+                for x, part in zip((dk, dv), going[1], strict=True):
+                    x[..., going[0].keys, :] = rows.back(part.wait())
 
-        for heads, keys, values in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
-            some_sinks = None if sinks is None else sinks[heads.queries]
-            found = _calls(plan, options, rows.count(keys), q.device)
-            sums = [_Sum(x, len(found)) for x in (keys, values)]
-            for call in found:
-                do_rows, q_rows, o_rows = (rows.take(x[..., heads.queries, :], call.rows) for x in (do, q, o))
-                dlse_rows, lse_rows = (
-                    None if x is None else rows.take_lse(x[..., heads.queries, :], call.rows) for x in (dlse, lse)
-                )
-                k_rows, v_rows = (rows.take(x, call.keys) for x in (keys, values))
-                given = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, some_sinks)
-                dq_part, dk_part, dv_part, dsinks_part = flash_backward.call_checked(given, options.of(call))
-                rows.put(dq[..., heads.queries, :], call.rows, dq_part)
-                for total, part in zip(sums, (dk_part, dv_part), strict=True):
-                    total.add(rows, call.keys, part)
-                if dsinks is not None:
-                    dsinks[heads.queries] += dsinks_part
+        for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
+            some = [None if x is None else x[..., heads.queries, :] for x in (dq, do, q, o, dlse, lse)]
+            some_sinks = [None if x is None else x[heads.queries] for x in (sinks, dsinks)]
+            parts = _differentiate(plan, options, some, here, some_sinks)
             arrive()
-            going = heads, *(exchange.bring_home(rows.first(total.result())) for total in sums)
+            going = heads, [exchange.bring_home(rows.first(part)) for part in parts]
+            parts.clear()
         arrive()
         return dq, dk, dv, dsinks, None, None
 
 
-class _Sum:
-    """Parts of a gradient, added in fp32 in order; of a single part itself, where it is whole."""
+def _attend(
+    plan: ContextPlan,
+    options: Options,
+    given: tuple[Tensor, Tensor, Tensor],
+    here: Sequence[Tensor],
+    sinks: Tensor | None,
+) -> None:
+    """Some heads of o and lse, from those of q, keys and values."""
+    (o, lse, q), (keys, values), rows = given, here, Rows(plan.packed)
+    for call in _calls(plan, options, rows.count(keys), q.device):
+        tensors = rows.take(q, call.rows), rows.take(keys, call.keys), rows.take(values, call.keys)
+        arguments = (*tensors, call.cu_q, call.cu_k, sinks)
+        o_part, lse_part = flash_forward.call_checked(arguments, (None, None, 0, *options.of(call)))
+        rows.put(o, call.rows, o_part)
+        rows.put_lse(lse, call.rows, lse_part)
 
-    def __init__(self, like: Tensor, parts: int) -> None:
-        dtype = like.dtype if parts == 1 else torch.promote_types(like.dtype, torch.float32)
-        self._dtype = like.dtype
-        self._total = torch.zeros_like(like, dtype=dtype)
 
-    def add(self, rows: Rows, at: slice, part: Tensor) -> None:
-        rows.take(self._total, at).add_(part)
-
-    def result(self) -> Tensor:
-        return self._total.to(self._dtype)
+def _differentiate(
+    plan: ContextPlan,
+    options: Options,
+    given: Sequence[Any],
+    here: Sequence[Tensor],
+    some_sinks: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Some heads of dq and dsinks, from those of do, q, o, dlse, lse, keys, values and sinks; returns the gradients of
+    keys and values: parts are added in fp32, in order.
+    """
+    (dq, do, q, o, dlse, lse), (keys, values), (sinks, dsinks) = given, here, some_sinks
+    rows = Rows(plan.packed)
+    calls = _calls(plan, options, rows.count(keys), q.device)
+    wide = keys.dtype if len(calls) == 1 else torch.float32
+    totals = [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
+    for call in calls:
+        do_rows, q_rows, o_rows = (rows.take(x, call.rows) for x in (do, q, o))
+        dlse_rows, lse_rows = (None if x is None else rows.take_lse(x, call.rows) for x in (dlse, lse))
+        k_rows, v_rows = (rows.take(x, call.keys) for x in (keys, values))
+        arguments = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, sinks)
+        dq_part, *parts, dsinks_part = flash_backward.call_checked(arguments, options.of(call))
+        rows.put(dq, call.rows, dq_part)
+        for total, part in zip(totals, parts, strict=True):
+            rows.take(total, call.keys).add_(part)
+        if dsinks is not None:
+            dsinks += dsinks_part
+    return [total.to(keys.dtype) for total in totals]
