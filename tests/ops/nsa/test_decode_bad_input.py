@@ -164,10 +164,77 @@ BAD_CACHES = {
 }
 
 
+def paging(rows=16, pages=3, **changes):
+    """What a cache of two sequences of 9 tokens may be kept in."""
+    pools = {"k_pages": torch.ones(pages, rows, 2, 8), "v_pages": torch.ones(pages, rows, 2, 5)}
+    return {"page_table": torch.tensor([[2], [0]])} | pools | changes
+
+
+BAD_CACHES |= {
+    "pages-alone": (
+        paging(v_pages=None),
+        ValueError,
+        "page_table, k_pages and v_pages go together: give all three, or none",
+    ),
+    "pages-list": (paging(k_pages=[1]), TypeError, "k_pages is a list"),
+    "pages-heads": (
+        paging(v_pages=torch.ones(3, 16, 1, 5)),
+        ValueError,
+        r"v_pages has shape \[3, 16, 1, 5\]: expected \[pages, page_size, 2, 5\]",
+    ),
+    "pages-dtype": (
+        paging(k_pages=torch.ones(3, 16, 2, 8).half()),
+        TypeError,
+        "k_pages is torch.float16 and the cache holds torch.float32",
+    ),
+    "pages-device": (
+        paging(k_pages=torch.ones(3, 16, 2, 8, device="meta")),
+        ValueError,
+        "k_pages is on meta and the cache is on cpu",
+    ),
+    "pages-differ": (
+        paging(v_pages=torch.ones(2, 16, 2, 5)),
+        ValueError,
+        r"k_pages and v_pages must have the same pages \(got shapes k_pages \[3, 16, 2, 8\], v_pages",
+    ),
+    "page-rows": (paging(rows=12), ValueError, "k_pages has 3 pages of 12 rows: .* of a multiple of 16 rows"),
+    "table-dtype": (paging(page_table=torch.ones(2, 1)), TypeError, "page_table is torch.float32: expected int32 or"),
+    "table-shape": (paging(page_table=torch.tensor([2, 0])), ValueError, r"page_table has shape \[2\]"),
+    "table-short": (
+        {"max_len": 17} | paging(),
+        ValueError,
+        "page_table has room for 1 pages of 16 rows: expected at least 2 pages, for max_len is 17",
+    ),
+}
+
+
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_CACHES.values(), ids=BAD_CACHES)
 def test_bad_caches(changes, error, message):
     with pytest.raises(error, match=message):
         NSACache(**{"batch": 2, "max_len": 9, "kv_heads": 2, "D": 8, "Dv": 5} | SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    ("table", "counts", "message"),
+    [
+        ([[2], [3]], None, r"page_table holds 3 at \[1, 0\], which entry 1 uses: expected 0 to 2"),
+        ([[-1], [0]], None, r"page_table holds -1 at \[0, 0\]"),
+        ([[1], [1]], None, "page 1 is written for entry 0, and page_table names it 2 times"),
+        ([[1], [-1]], [9, 0], None),
+    ],
+)
+def test_pages_are_checked(table, counts, message):
+    """Those that are used: an entry of no tokens may hold anything."""
+    cache = NSACache(2, 9, 2, 8, 5, **SMALL, **paging(page_table=torch.tensor(table)))
+    k, v = torch.ones(2, 9, 2, 8), torch.ones(2, 9, 2, 5)
+    if message is None:
+        cache.append(k, v, torch.tensor(counts))
+        assert cache.lengths.tolist() == [9, 0]
+        assert torch.equal(cache.k[0], k[0])
+        return
+    with pytest.raises(ValueError, match=message):
+        cache.append(k, v)
+    assert cache.lengths.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("rows", [2, -1, [0, 5], torch.tensor([3]), [0.5], True])

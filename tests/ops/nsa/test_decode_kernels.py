@@ -59,8 +59,9 @@ def make_cache(device, tensors, lengths=LENGTHS, room=ROOM, pages=0, **more):
     if pages:
         width = -(-room // pages)
         table = torch.randperm(batch * width + 2, generator=torch.Generator().manual_seed(9))[: batch * width]
-        shape = (batch * width + 2, pages, kv_heads)
-        pools = [x.new_full((*shape, x.shape[-1]), torch.nan).to(device) for x in (k, v)]
+        shape = (batch * width + 3, pages, kv_heads)
+        # What lies behind a pool is NaN too.
+        pools = [x.new_full((*shape, x.shape[-1]), torch.nan).to(device)[:-1] for x in (k, v)]
         paged = {"page_table": table.view(batch, width).to(device), "k_pages": pools[0], "v_pages": pools[1]}
     cache = NSACache(batch, room, kv_heads, D, DV, **{**SMALL, **more}, **paged, device=device)
     longest = max(lengths)
@@ -116,10 +117,15 @@ def many_windows(**more):
     return {"compress_size": 4, "compress_stride": 2, "block_size": 16, "window_size": 150, "block_count": 12} | more
 
 
-def test_a_sequence_depends_on_nothing_but_itself(device):
+def test_a_sequence_depends_on_nothing_but_itself(device, monkeypatch):
     """On neither the batch, nor the cache's room, nor where its pages lie, nor how many tokens come at once."""
+    # So few that they are merged in several steps.
+    monkeypatch.setattr(launch, "MERGED", 2)
+    monkeypatch.setattr(launch, "WEIGHED_SPLITS", 2)
     lengths = (1100, 0, 530)
     tensors = draw(tokens=1103, heads=2, kv_heads=1)
+    # The last split's scores are the highest: what was merged before it is scaled down.
+    tensors["k"][:, 1030:] *= 4.0
     sizes = many_windows()
     new = rows(tensors, lengths, 2)
     o, indices = step(new, make_cache(device, tensors, lengths, 1200, **sizes), device)
@@ -134,6 +140,21 @@ def test_a_sequence_depends_on_nothing_but_itself(device):
     truth, choices = reference.native_sparse_attention(**whole, **SMALL | sizes)
     torch.testing.assert_close(o[0].double(), truth[0, 1100:], atol=3e-6, rtol=3e-6)
     assert torch.equal(indices[0], choices[0, 1100:])
+
+
+def test_blocks_share_all_probability(device, monkeypatch):
+    """What a token's blocks score adds up to one a head and stride of a window, whatever the splits."""
+    lengths = (1100, 9)
+    tensors = draw(tokens=1101, batch=2, heads=2, kv_heads=1)
+    tensors["k"][:, 1030:] *= 4.0
+    monkeypatch.setattr(launch, "WEIGHED_SPLITS", 1)
+    seen, emit = [], launch.emit
+    monkeypatch.setattr(launch, "emit", lambda beside, *given: (seen.extend(given), emit(beside, *given)))
+    cache = make_cache(device, tensors, lengths, 1101, **many_windows())
+    step(rows(tensors, lengths, 1), cache, device)
+    importance = next(one.arguments["importance"] for one in seen if "importance" in one.arguments).view(2, -1)
+    for row, length in zip(importance, lengths, strict=True):
+        assert abs(float(row[: length // 16 + 1].sum()) - 4.0) < 1e-4
 
 
 @pytest.mark.parametrize("pages", [0, 16], ids=["dense", "paged"])
@@ -175,7 +196,8 @@ def learned(k, v):
 
 def test_learned_compression(device):
     tensors = draw(kv_heads=1)
-    ours, theirs = (make_cache(device, tensors, (13, 4, 0), compress=learned) for _ in range(2))
+    # No room behind the last window: one more would be another sequence's.
+    ours, theirs = (make_cache(device, tensors, (13, 4, 0), room=21, compress=learned) for _ in range(2))
     for n, counts in ((6, (6, 4, 1)), (1, (1, 0, 1)), (1, (1, 1, 1))):
         new = put(rows(tensors, theirs.lengths.tolist(), n), device)
         o = [
@@ -186,12 +208,12 @@ def test_learned_compression(device):
     assert torch.equal(ours.lengths, theirs.lengths)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_a_full_sequence_where_values_are_not_checked(backend, device, monkeypatch):
+@pytest.mark.parametrize(("backend", "pages"), [("triton", 0), ("triton", 16), ("reference", 0)])
+def test_a_full_sequence_where_values_are_not_checked(backend, pages, device, monkeypatch):
     """What has no room is not stored and gives 0; the others go on; check() names the sequence."""
     monkeypatch.setattr("tilewise.ops._host.checks.values_are_checked", lambda x: False)
     lengths, tensors = (20, 19, 3), draw(tokens=24)
-    cache = make_cache(device, tensors, lengths, room=21)
+    cache = make_cache(device, tensors, lengths, room=21, pages=pages)
     before = [x.clone() for x in (cache.k, cache.v)]
     cache.check()
     new = put(rows(tensors, lengths, 2), device)
@@ -203,11 +225,13 @@ def test_a_full_sequence_where_values_are_not_checked(backend, device, monkeypat
     assert o[1:].all()
     for x, old in zip((cache.k, cache.v), before, strict=True):
         assert torch.equal(x[0, :20], old[0, :20])
+    # Said once, it is not taken back.
+    cache.append(new["k"], new["v"], torch.tensor([0, 0, 1], device=device), backend=backend)
     with pytest.raises(ValueError, match="sequence 0 is full: .* max_len is 21; make a longer cache, or reset it"):
         cache.check()
     cache.reset(0)
     cache.check()
-    assert cache.lengths.tolist() == [0, 21, 5]
+    assert cache.lengths.tolist() == [0, 21, 6]
     # Lengths and counts that make no sense lead nowhere.
     cache.lengths.copy_(torch.tensor([2**40, -7, 5]))
     counts = torch.tensor([-3, 2**40, 1], device=device)
@@ -220,7 +244,7 @@ def test_pages_out_of_range_are_neither_read_nor_written(device, monkeypatch):
     tensors = draw(tokens=24)
     cache = make_cache(device, tensors, (20, 15, 3), pages=16)
     table = cache.stored.table
-    table[0, 1], table[1, 1], table[2, 1] = 10**6, -1, -5
+    table[0, 1], table[1, 1], table[2, 1] = len(cache.stored.k), -1, -5
     new = put(rows(tensors, (20, 15, 3), 1), device)
     before = [x.clone() for x in (cache.stored.k, cache.stored.v)]
     o = [
