@@ -96,17 +96,17 @@ class Exchange:
 
     def bring_home(self, gradient: Tensor) -> Pending:
         """The gradient of this rank's x: the sum of all ranks' gradients of what they fetched, in rank order."""
+        dtype, wide = gradient.dtype, torch.promote_types(gradient.dtype, torch.float32)
         sent = gradient.index_select(0, self._came)
         received = gradient.new_empty((sum(self._sends), *gradient.shape[1:]))
         work = self._send(received, sent, self._sends, self._receives)
 
         def add() -> Tensor:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            total = received.new_zeros((self._count, *gradient.shape[1:]), dtype=wide)
+            total = received.new_zeros((self._count, *received.shape[1:]), dtype=wide)
             for rows, part in zip(self._sent.split(self._sends), received.split(self._sends), strict=True):
                 # No row twice: the order within a part does not matter.
                 total.index_add_(0, rows, part.to(wide))
-            return total.to(gradient.dtype)
+            return total.to(dtype)
 
         return Pending(work, add, sent)
 
