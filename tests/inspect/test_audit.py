@@ -199,6 +199,18 @@ PLANTED = [
     ),
     ("nsa.inspect:audit_selected", "_device.blocks", "tl.cast(i_t, tl.int64) * tensor.strides", "i_t * tensor.strides"),
     ("nsa.inspect:audit_attend", "_device.blocks", "(start + o_t).to(tl.int64) * n_heads", "(start + o_t) * n_heads"),
+    (
+        "flash.decode.inspect:audit_cases",
+        "flash.decode.kernels",
+        "(keys.rows.start + tl.cast(i_n, tl.int64)) * strides.token",
+        "(keys.rows.start + i_n) * strides.token",
+    ),
+    (
+        "flash.decode.inspect:audit_cases",
+        "flash.decode.kernels",
+        "o_page = o_b o_row = o_n",
+        "o_page = o_b\n    o_row = o_n.to(tl.int32)",
+    ),
     ("bsa.inspect:audit_cases", "bsa.combine.kernels", "o_r.to(tl.int64)[:, None] * SHAPE.H", "o_r[:, None] * SHAPE.H"),
 ]
 

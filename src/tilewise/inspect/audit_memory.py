@@ -82,6 +82,8 @@ class VirtualMemory:
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Like the interpreter's: `other` where the mask is false."""
+        # One that a number was made part of may be of integers, which would be taken for indices.
+        mask = np.asarray(mask).astype(bool)
         region, elements = self._locate(pointers, mask, "reads")
         result = np.array(np.broadcast_to(other, pointers.shape), dtype)
         if region is None or region.values is None:
@@ -92,7 +94,7 @@ class VirtualMemory:
 
     def store(self, pointers: Any, _values: Any, mask: Any) -> None:
         """Like the interpreter's, but nothing is stored."""
-        self._locate(pointers, mask, "writes")
+        self._locate(pointers, np.asarray(mask).astype(bool), "writes")
 
     def _locate(self, pointers: Any, mask: Any, verb: str) -> tuple[Region | None, Any]:
         """The tensor that the unmasked pointers lead to, and their element numbers; reports where they are out of
@@ -238,4 +240,7 @@ _TABLES: dict[str, Callable[[Arguments], Table]] = {
     "bits": _always(lambda _: 1),
     "sizes": _sizes,
     "tiles": _tiles,
+    # Of a cache that is full after the call, the last page.
+    "lengths": _always(lambda arguments: arguments["n_keys"] - arguments.get("added", arguments.get("n_new", 0))),
+    "table": _always(lambda arguments: arguments["n_pages"] - 1),
 }
