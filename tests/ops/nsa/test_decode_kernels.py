@@ -76,6 +76,14 @@ def step(new, cache, device, **options):
     return o.cpu(), indices.cpu()
 
 
+def patch_launches(monkeypatch, **constants):
+    """Plans that read other constants, and run as they stand: programs would be those of the constants before."""
+    for name in ("write", "attend", "commit"):
+        monkeypatch.setattr(launch, name, getattr(launch, f"plan_{name}"))
+    for name, value in constants.items():
+        monkeypatch.setattr(launch, name, value)
+
+
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -120,8 +128,7 @@ def many_windows(**more):
 def test_a_sequence_depends_on_nothing_but_itself(device, monkeypatch):
     """On neither the batch, nor the cache's room, nor where its pages lie, nor how many tokens come at once."""
     # So few that they are merged in several steps.
-    monkeypatch.setattr(launch, "MERGED", 2)
-    monkeypatch.setattr(launch, "WEIGHED_SPLITS", 2)
+    patch_launches(monkeypatch, MERGED=2, WEIGHED_SPLITS=2)
     lengths = (1100, 0, 530)
     tensors = draw(tokens=1103, heads=2, kv_heads=1)
     # The last split's scores are the highest: what was merged before it is scaled down.
@@ -147,9 +154,10 @@ def test_blocks_share_all_probability(device, monkeypatch):
     lengths = (1100, 9)
     tensors = draw(tokens=1101, batch=2, heads=2, kv_heads=1)
     tensors["k"][:, 1030:] *= 4.0
-    monkeypatch.setattr(launch, "WEIGHED_SPLITS", 1)
     seen, emit = [], launch.emit
-    monkeypatch.setattr(launch, "emit", lambda beside, *given: (seen.extend(given), emit(beside, *given)))
+    patch_launches(
+        monkeypatch, WEIGHED_SPLITS=1, emit=lambda beside, *given: (seen.extend(given), emit(beside, *given))
+    )
     cache = make_cache(device, tensors, lengths, 1101, **many_windows())
     step(rows(tensors, lengths, 1), cache, device)
     importance = next(one.arguments["importance"] for one in seen if "importance" in one.arguments).view(2, -1)
@@ -274,7 +282,7 @@ def test_what_does_not_fit_is_taken_in_chunks(limit, value, device, monkeypatch)
     tensors = draw(kv_heads=1, heads=2)
     new = rows(tensors, LENGTHS, 3)
     whole = step(new, make_cache(device, tensors), device)
-    monkeypatch.setattr(launch, limit, value)
+    patch_launches(monkeypatch, **{limit: value})
     assert same(step(new, make_cache(device, tensors), device), whole)
 
 
