@@ -2,6 +2,7 @@
 as a prefill, as training's forward.
 
 python benchmarks/step_bits.py                      # the kernels: on a GPU, or interpreted in some three minutes
+python benchmarks/step_bits.py --hopper             # interpreted, with Hopper's own kernels where it has them
 python benchmarks/step_bits.py --backend cpu
 
 Normally distributed queries, keys and values; 8 query and 2 KV heads. Differences are counted in units of the last
@@ -10,6 +11,7 @@ squares, against fp64.
 """
 
 import argparse
+import contextlib
 
 from tilewise import interpreter
 
@@ -18,6 +20,7 @@ interpreter.use_where_no_gpu()
 import torch  # noqa: E402
 
 from tilewise import flash_attention, flash_attention_with_kvcache  # noqa: E402
+from tilewise.ops._host import backend as host  # noqa: E402
 
 TOKENS, HEADS, KV_HEADS = 1600, 8, 2
 # Tokens that are compared: at edges of tiles and splits, and between them.
@@ -40,7 +43,7 @@ class Attention:
         found: dict[int, torch.Tensor] = {}
         for start in sorted({token // size * size for token in SAMPLE}):
             end = min(start + size, TOKENS)
-            q, options = self.q[:, start:end], {"num_splits": num_splits, "backend": self.backend}
+            q, options = self.q[0, start:end][None], {"num_splits": num_splits, "backend": self.backend}
             o = flash_attention_with_kvcache(q, self.k, self.v, cache_seqlens=end, **options)[0]
             found |= {token: o[token - start] for token in SAMPLE if start <= token < end}
         return torch.stack([found[token] for token in SAMPLE])
@@ -64,28 +67,44 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="triton", choices=("triton", "cpu"))
+    parser.add_argument("--hopper", action="store_true", help="as on Hopper, where kernels are interpreted")
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and options.backend == "triton" else "cpu"
+    with contextlib.ExitStack() as stack:
+        if options.hopper:
+            stack.enter_context(host.as_if_on(90))
+            stack.enter_context(host.few_sms(2))
+        print_table(options.backend)
+
+
+def print_table(backend: str) -> None:
+    """Each pair of ways, in each dtype and width."""
+    device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
     print("| dtype, D | compared | elements that differ | largest difference, ULPs | errors, ULPs |")
     print("|---|---|---|---|---|")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for channels in (64, 128):
-            run = Attention(dtype, channels, options.backend, device)
-            one, unsplit, prefill = run.steps(1), run.steps(1, num_splits=1), run.steps(TOKENS)
+            run = Attention(dtype, channels, backend, device)
+            one, unsplit, prefill, training = (
+                run.steps(1),
+                run.steps(1, num_splits=1),
+                run.steps(TOKENS),
+                run.training(),
+            )
             rows = {
                 "steps of 1, steps of 4": (one, run.steps(4)),
                 "steps of 1, a prefill": (one, prefill),
                 "steps of 1 with num_splits=1, a prefill": (unsplit, prefill),
                 "a prefill, steps of 100": (prefill, run.steps(100)),
-                "steps of 1, flash_attention": (one, run.training()),
-                "steps of 1 with num_splits=1, flash_attention": (unsplit, run.training()),
+                "steps of 1, flash_attention": (one, training),
+                "steps of 1 with num_splits=1, flash_attention": (unsplit, training),
+                "a prefill, flash_attention": (prefill, training),
             }
             for name, (x, y) in rows.items():
                 differ = 100 * (x != y).double().mean().item()
                 most = ((x.double() - y.double()).abs() / units(x)).max().item()
                 errors = f"{run.error(x):.2f}, {run.error(y):.2f}"
                 kind = f"{str(dtype).removeprefix('torch.')}, {channels}"
-                print(f"| {kind} | {name} | {differ:.2f} % | {most:.2g} | {errors} |")
+                print(f"| {kind} | {name} | {differ:.2f} % | {most:.2g} | {errors} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_calls import clones, dense, paged
 
-from tilewise import flash_attention_with_kvcache, interpreter
+from tilewise import flash_attention, flash_attention_with_kvcache, interpreter
 from tilewise.ops._host import backend
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash.decode import launch
@@ -97,6 +97,14 @@ def test_an_entry_depends_on_nothing_but_itself(device):
         assert same(run(alone, **options), (o[b : b + 1], lse[b : b + 1])), b
         roomy = {name: torch.nn.functional.pad(alone[name], (0, 0, 0, 0, 0, 200)) for name in ("k_cache", "v_cache")}
         assert same(run(alone | roomy, **options), (o[b : b + 1], lse[b : b + 1])), b
+
+
+def test_a_whole_prompt_has_the_bits_of_the_forward_of_training(device):
+    """By the same kernel, where both choose the same tiles: at 128 channels any."""
+    call, options = a_call(device, "causal", lengths=(270,), room=270, queries=270, heads=1, D=128, Dv=128)
+    assert kernels(call, **options)[-1] == "flash_fwd_hopper_kernel"
+    q, k, v = (call[name] for name in ("q", "k_cache", "v_cache"))
+    assert same(flash_attention(q, k, v, **options, return_lse=True, backend="triton"), run(call, **options))
 
 
 def test_new_keys_are_attended_to(device):
