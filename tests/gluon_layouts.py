@@ -12,6 +12,7 @@ from contextlib import redirect_stderr
 from typing import Any, NamedTuple
 
 import triton
+from gluon_aggregate_kernels import state_kernel, tuples_kernel, wrong_kernel
 from gluon_layout_kernels import (
     copy_kernel,
     dot_kernel,
@@ -302,6 +303,26 @@ if TELLS_OFFSETS:
 else:
     # And the simulation does not know of it.
     CASES = {name: case for name, case in CASES.items() if name not in UNKNOWN}
+# What kernels are written with besides; gluon/test_aggregates.py runs it.
+HOWS = (
+    (state_kernel, False, ("for", "while", "if", "static_range")),
+    (tuples_kernel, False, ("named", "joined", "carried", "unrolled", "nested")),
+    (
+        wrong_kernel,
+        True,
+        (
+            "tensor for a constant",
+            "another aggregate",
+            "aggregate for a tensor",
+            "field that changes",
+            "field too few",
+            "assertion",
+        ),
+    ),
+)
+COMPILED = CASES | {
+    f"{kernel.__name__}, {how}": Case(kernel, {"HOW": how}, refused) for kernel, refused, hows in HOWS for how in hows
+}
 
 
 def _compile(case: Case) -> None:
@@ -336,4 +357,4 @@ def _is_refused(case: Case) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps([name for name in list(CASES)[:: int(sys.argv[1])] if _is_refused(CASES[name])]))
+    print(json.dumps([name for name in list(COMPILED)[:: int(sys.argv[1])] if _is_refused(COMPILED[name])]))

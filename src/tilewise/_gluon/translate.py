@@ -28,7 +28,9 @@ from tilewise._gluon.hopper import BARRIERS, COPIES, HOPPER
 from tilewise._gluon.language import LANGUAGE
 from tilewise._gluon.reductions import REDUCTIONS
 from tilewise._gluon.scans import INSIDE
-from tilewise._gluon.values import METHODS, Tile
+from tilewise._gluon.shared import Descriptor, Shared
+from tilewise._gluon.spread import SpreadShared
+from tilewise._gluon.values import METHODS, Pointer, Tile
 from tilewise._gluon.watching import hook, with_hooks
 
 # Triton has this module from 3.7 on.
@@ -50,8 +52,22 @@ FUNCTIONS: dict[int, Any] = {
     for name, function in functions.items()
     if hasattr(real, name)
 }
+# What is not known when a kernel is compiled.
+RUNTIME = (Tile, Pointer, Shared, Descriptor, SpreadShared)
 # What runs on the host as it stands: types, layouts and dtypes.
 LANGUAGE_MODULES = ("triton.language", "triton.experimental.gluon.language")
+
+
+class _OfConstants(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return not isinstance(value, RUNTIME)
+
+
+class _Constant(metaclass=_OfConstants):
+    """constexpr in a kernel, where constants are Python's values."""
+
+    def __new__(cls, value: Any) -> Any:
+        return value
 
 
 class _Names:
@@ -91,7 +107,23 @@ def _range(*bounds: Any) -> Iterator[Tile]:
     return map(Tile, range(*map(operator.index, bounds)))
 
 
-BUILTINS = vars(builtins) | {"range": _range, HOOK: hook}
+def _of_numbers(function: Callable[..., Any], of_tiles: str) -> Callable[..., Any]:
+    """A built-in function that has a number of the kernel where an operand is one."""
+
+    def call(*values: Any, **named: Any) -> Any:
+        if any(isinstance(x, Tile) for x in values):
+            return functools.reduce(LANGUAGE[of_tiles], values)
+        return function(*values, **named)
+
+    return call
+
+
+BUILTINS = vars(builtins) | {
+    "range": _range,
+    "min": _of_numbers(min, "minimum"),
+    "max": _of_numbers(max, "maximum"),
+    HOOK: hook,
+}
 _globals: dict[int, _Globals] = {}
 _functions: dict[Any, Callable[..., Any]] = {}
 _classes: dict[Any, type] = {}
@@ -120,6 +152,8 @@ def translate(value: Any, name: str = "") -> Any:
     found = FUNCTIONS.get(id(value))
     if found is not None:
         return found
+    if value is tl.constexpr:
+        return _Constant
     if isinstance(value, JITFunction | InterpretedFunction):
         return adopt(value.fn)
     if isinstance(value, types.ModuleType):
@@ -162,13 +196,24 @@ def adopt(function: Callable[..., Any]) -> Callable[..., Any]:
     return _functions[function]
 
 
+class _Aggregate:
+    """What a kernel's aggregates are here: values that do not change once they are made."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_made" in vars(self):
+            message = f"{name} of {type(self).__name__}: an aggregate does not change; expected another one"
+            raise KernelFaultError("refused", message, executed())
+        object.__setattr__(self, name, value)
+
+
 def _aggregate(cls: Any) -> type:
     """An aggregate as a Python class: what its constructor sets, and its methods."""
     if cls not in _classes:
         original = _original(cls)
-        names = tuple(original.__annotations__)
+        # From Triton 3.9 on with those that are inherited.
+        fields = vars(cls).get("__annotations__") or original.__annotations__
         # Known before its methods are adopted, which may name it.
-        _classes[cls] = adopted = type(cls.__name__, (), {})
+        _classes[cls] = adopted = type(cls.__name__, (_Aggregate,), {})
         members = {
             name: translate(value, name)
             for name, value in inspect.getmembers(cls)
@@ -176,15 +221,46 @@ def _aggregate(cls: Any) -> type:
         }
         own = original.__dict__.get("__init__")
         if isinstance(own, JITFunction | InterpretedFunction):
-            members["__init__"] = adopt(own.fn)
+            construct = adopt(own.fn)
         elif type(own).__name__ == "ConstexprFunction":
-            members["__init__"] = _setting_constants(own.fn)
+            construct = _setting_constants(own.fn)
         else:
             # Written by hand, or by Triton: it sets the fields.
-            members["__init__"] = _setting_fields(cls.__name__, names)
+            construct = _setting_fields(cls.__name__, tuple(fields), getattr(cls, "__aggregate_defaults__", {}))
+        members["__init__"] = _checked(construct, fields)
         for name, member in members.items():
             setattr(adopted, name, member)
     return _classes[cls]
+
+
+def _checked(construct: Callable[..., None], fields: dict[str, Any]) -> Callable[..., None]:
+    """A constructor whose fields are what their annotations say. A number may be a tensor that a loop carries."""
+
+    @functools.wraps(construct)
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        construct(self, *arguments, **named)
+        for name, expected in fields.items():
+            value = getattr(self, name, None)
+            if expected is tl.constexpr:
+                right = not isinstance(value, RUNTIME)
+            elif expected is tl.tensor:
+                right = not isinstance(value, _Aggregate | Shared | tuple)
+            else:
+                right = not isinstance(expected, type) or not hasattr(expected, "__triton_aggregate__")
+                right = right or isinstance(value, _aggregate(expected))
+            if not right:
+                found = "tensor" if isinstance(value, Tile | Pointer) else type(value).__name__
+                message = f"{name} of {type(self).__name__} is {found}: expected {expected.__name__}"
+                raise KernelFaultError("refused", message, executed())
+        object.__setattr__(self, "_made", True)
+
+    return call
+
+
+def _replaced(instance: Any, **changes: Any) -> Any:
+    """An aggregate with other values in some of its fields."""
+    fields = {name: value for name, value in vars(instance).items() if name != "_made"}
+    return type(instance)(**fields | changes)
 
 
 def _original(cls: Any) -> Any:
@@ -217,10 +293,12 @@ def _setting_constants(construct: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _setting_fields(owner: str, names: tuple[str, ...]) -> Callable[..., None]:
+def _setting_fields(owner: str, names: tuple[str, ...], defaults: dict[str, Any]) -> Callable[..., None]:
     def construct(self: Any, *values: Any, **named: Any) -> None:
         given = dict(zip(names, values, strict=False)) | named
-        if len(values) + len(named) != len(names) or set(given) != set(names):
+        twice = len(values) + len(named) > len(given)
+        given = {name: translate(value) for name, value in defaults.items()} | given
+        if twice or set(given) != set(names):
             message = f"{owner} takes {', '.join(names)}: got {len(values)} values and {', '.join(named) or 'no names'}"
             raise KernelFaultError("arguments", message, executed())
         for name in names:
@@ -229,5 +307,8 @@ def _setting_fields(owner: str, names: tuple[str, ...]) -> Callable[..., None]:
     return construct
 
 
+# Triton has it from 3.9 on.
+if hasattr(tl.core, "aggregate_replace"):
+    FUNCTIONS[id(tl.core.aggregate_replace)] = _replaced
 # Functions that Triton has as methods of its tensors too.
 METHODS |= {name: translate(getattr(tl, name), name) for name in vars(tl.tensor) if hasattr(tl, name)}
