@@ -31,12 +31,13 @@ def test_the_tokens_are_those_without_a_cache(example, words, monkeypatch, capsy
 @pytest.mark.gpu
 def test_by_the_kernels_too(example, device, monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "triton")
+    monkeypatch.setattr(example, "LAYERS", 2)
     torch.manual_seed(0)
     model = example.Transformer().to(device)
     prompts = [torch.randint(example.LETTERS, (length,), device=device) for length in (3, 33)]
-    tokens = example.generate(model, prompts, 4, *example.make_cache([7, 37], True, device))
+    tokens = example.generate(model, prompts, 3, *example.make_cache([6, 36], True, device))
     for prompt, found in zip(prompts, tokens, strict=True):
-        assert found.tolist() == example.recompute(model, prompt, 4).tolist()
+        assert found.tolist() == example.recompute(model, prompt, 3).tolist()
 
 
 @torch.no_grad()

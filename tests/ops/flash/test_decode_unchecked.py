@@ -52,12 +52,12 @@ def meets_itself(lengths, table, added, new):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["dense", "paged", "packed"])
 def test_numbers_out_of_range(device, kind, seed):
     compared = 0
-    for again in range(8):
-        draw, generator = random.Random(8 * seed + again), torch.Generator().manual_seed(8 * seed + again)
+    for again in range(6):
+        draw, generator = random.Random(6 * seed + again), torch.Generator().manual_seed(6 * seed + again)
         hold = Guarded(device)
         batch, queries, heads, kv_heads = draw.choice([1, 3]), draw.choice([1, 2, 20]), draw.choice([2, 6]), 2
         room, new, added = draw.choice([0, 16, 48, 80]), draw.choice([0, 3, 17]), draw.choice([0, 2])
