@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma as hopper_tma
 if not hasattr(hopper_tma, "async_copy_global_to_shared"):
     pytest.skip("these tutorials use names that this Triton no longer has", allow_module_level=True)
 
-from gluon_tutorials import async_copy, intro, layouts, persistence, tma, warp_specialization, wgmma
+from gluon_tutorials import async_copy, intro, layouts, message, persistence, tma, warp_specialization, wgmma
 
 from tilewise import interpreter
 from tilewise._gluon import compiler
@@ -126,6 +126,15 @@ def test_tma():
     x, y = torch.randn(500), torch.empty(500)
     tma.memcpy_1d_tma(x, y, 64)
     assert torch.equal(x, y)
+
+
+@SEEDS
+def test_a_message_from_cta_to_cta(seed, monkeypatch):
+    """Both copy by TMA; an atomic tells that it has arrived."""
+    for name, before in (("async_load", "async_copy_global_to_shared"), ("async_store", "async_copy_shared_to_global")):
+        monkeypatch.setattr(hopper_tma, name, getattr(hopper_tma, name, None) or getattr(hopper_tma, before), False)
+    with interpreter.scheduled(seed):
+        assert torch.equal(message.tma_message_passing(16), torch.arange(16, dtype=torch.int32) + 1000)
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
