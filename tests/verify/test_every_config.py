@@ -61,7 +61,9 @@ def test_wrong_usage():
     assert invoke("--kernel", "999").exit_code == 2
     unknown = CliRunner().invoke(cli.app, ["sanity", "flush"])
     assert unknown.exit_code == 2
-    assert "expected one of flash, flash-hopper, nsa-compressed, nsa-selected" in " ".join(unknown.output.split())
+    assert "expected one of flash, flash-hopper, flash-decode, nsa-compressed, nsa-selected" in " ".join(
+        unknown.output.split()
+    )
 
 
 def test_a_wrong_configuration_fails_and_is_placed(monkeypatch):
@@ -100,7 +102,7 @@ def test_it_is_a_mode_of_verify(words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--every-config"], "name it, one of flash, flash-hopper, nsa-compressed"),
+        (["--every-config"], "name it, one of flash, flash-hopper, flash-decode, nsa-compressed"),
         (["flash", "hstu", "--every-config"], "of one operator: name it"),
         (["flash", "--every-config", "--mutants"], "no other option"),
         (["flash", "--every-config", "--config", "small"], "no other option"),

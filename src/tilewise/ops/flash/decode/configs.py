@@ -126,6 +126,8 @@ TABLE: dict[tuple[Family, int], tuple[tuple[int, int, int, int], ...]] = {
     ("medium", 4): _FP32,
     ("small", 4): _FP32,
 }
+# Rows that a matrix product has at least.
+FEWEST_ROWS = 16
 # Rows of the tiles of packed queries, whose entries' lengths the host does not know.
 PACKED_ROWS = 64
 
@@ -135,11 +137,18 @@ def choose(rows: int | None, channels: int, value_channels: int, element_size: i
     """The tiles for entries with so many query rows a KV head (None: packed), on an architecture (90 for an H100)."""
     widest = max(channels, value_channels)
     at = next(i for i, limit in enumerate(WIDTHS) if widest <= limit)
-    most, block_n, num_warps, num_stages = TABLE[family(architecture), element_size][at]
+    row = TABLE[family(architecture), element_size][at]
+    wanted = PACKED_ROWS if rows is None else 1 << (max(rows, FEWEST_ROWS) - 1).bit_length()
+    config = tiles(row, min(wanted, row[0]))
     if (channels | value_channels) % 16 != 0:
         # Rows that Triton cannot know to be aligned are loaded element by element, through registers.
-        block_n = min(block_n, 64)
-    block_m = min(PACKED_ROWS if rows is None else 1 << (max(rows, 16) - 1).bit_length(), most)
+        config = config._replace(block_n=min(config.block_n, 64))
+    return config
+
+
+def tiles(row: tuple[int, int, int, int], block_m: int) -> Config:
+    """The tiles of so many rows that a row of the table has."""
+    _, block_n, num_warps, num_stages = row
     return Config(block_m, block_n, 8 if block_m == 128 else num_warps, num_stages)
 
 

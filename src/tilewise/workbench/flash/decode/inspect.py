@@ -9,6 +9,7 @@ import torch
 from tilewise.inspect import audit
 from tilewise.inspect.launches import Labelled, captured
 from tilewise.ops.flash.decode import launch
+from tilewise.workbench.flash.decode.configs import Entry
 from tilewise.workbench.operator import Launches
 
 BATCH, TOKENS, HEADS, KV_HEADS, PAGE = 4, 32768, 32, 8, 64
@@ -68,12 +69,21 @@ def defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """The usual problems."""
     return [
         one
-        for channels, variant in ((64, "step"), (128, "step"), (128, "step-paged"), (128, "prefill"))
+        for channels in (64, 128)
+        for variant in ("step", "step-paged", "prefill")
         for one in launches(architecture, dtype, channels, variant)
     ]
 
 
-LAUNCHES = Launches(defaults)
+def configuration(entry: Entry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:
+    """One tile configuration, for a step that fills its rows."""
+    queries = max(1, entry.config.block_m * KV_HEADS // HEADS)
+    inputs, _, _ = _call(dtype, entry.channels, queries=queries)
+    found = captured(architecture, label, "forward", partial(launch.forward, inputs, entry.config))
+    return [one for one in found if one.name == "flash_decode_kernel"]
+
+
+LAUNCHES = Launches(defaults, configuration)
 
 
 def audit_cases() -> Iterator[audit.Case]:

@@ -12,9 +12,10 @@ from tilewise.ops.flash.decode.reference import attend_cached, entry_keys
 from tilewise.ops.flash.simulate import Named, Options
 from tilewise.trace.beside import Cast, Kernel, array, as_it_is, beside, recorded
 from tilewise.trace.record import record
-from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile
+from tilewise.trace.request import HSTU_MASK, Request, Traced, check_tile, entry_of
 from tilewise.trace.values import Naming, Values
 from tilewise.verify.suite import make_fill
+from tilewise.workbench.flash.decode.configs import entries
 from tilewise.workbench.operator import Tracing, UsageError
 
 KV_HEADS, GROUP, CHANNELS, TOKENS, PAGE = 2, 2, 64, 2, 16
@@ -116,48 +117,46 @@ class Case:
         return found
 
 
-def _trace_split(case: Case, head: int, number: int) -> Traced:
-    """A program of one split: of all tokens with the query heads of a KV head."""
+def _trace(case: Case, head: int, number: int) -> list[Traced]:
+    """A program of one split, of all tokens with the query heads of a KV head; and the program that merges the last
+    token's splits, of the first of these heads.
+    """
     # Chunks of a group (here one) of all KV heads, then entries, then splits; under a causal mask the last entry first.
     program = head + KV_HEADS * ((0 if case.causal else 1) + 2 * number)
-    with record({SPLIT.name: program}) as recording:
-        case.run()
+    token, i_h = TOKENS - 1, head * GROUP
+    merging = (TOKENS + token) * KV_HEADS * GROUP + i_h
+    with record({SPLIT.name: program, MERGE.name: merging}) as recording:
+        o, lse = case.run()
     low = number * case.splits.chunk
     place = f"program {program}, KV head {head}, split {number}, keys {low} to"
     place += f" {min(low + case.splits.chunk, case.keys) - 1}"
-    found = recorded(recording, SPLIT)
 
     def run(cast: Cast) -> Iterator[Named]:
         # The kernel rescales and adds in one statement.
         return (one for one in case.split(head, number, cast) if not one[0].startswith("O_scale"))
 
-    return beside(SPLIT, place, found, run, as_it_is, {}, MAKERS)
+    split = beside(SPLIT, place, recorded(recording, SPLIT), run, as_it_is, {}, MAKERS)
+    if case.splits.number == 1:
+        return [split]
 
-
-def _trace_merge(case: Case, head: int) -> Traced:
-    """The program that merges the last token's splits, of a KV head's first query head."""
-    token, i_h = TOKENS - 1, head * GROUP
-    program = (TOKENS + token) * KV_HEADS * GROUP + i_h
-    with record({MERGE.name: program}) as recording:
-        o, lse = case.run()
-
-    def run(cast: Cast) -> Iterator[Named]:
+    def merge(cast: Cast) -> Iterator[Named]:
         row = token * GROUP
         parts = [dict(case.split(head, number, cast)) for number in range(case.splits.number)]
         outputs, lses = (torch.stack([part[name][row] for part in parts]) for name in ("O_final", "LSE"))
         return simulate.merge(outputs, lses, configs.MERGED)
 
     stored = {"O_final": array(o[1, token, i_h]), "LSE": array(lse[1, i_h, token, None])}
-    place = f"program {program}, query head {i_h}, token {token}, {case.splits.number} splits"
-    traced = beside(MERGE, place, recorded(recording, MERGE), run, as_it_is, stored, MAKERS)
-    return replace(traced, beside=case.whole(i_h, token))
+    place = f"program {merging}, query head {i_h}, token {token}, {case.splits.number} splits"
+    traced = beside(MERGE, place, recorded(recording, MERGE), merge, as_it_is, stored, MAKERS)
+    return [split, replace(traced, beside=case.whole(i_h, token))]
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
     """The requested split, the merge where there are several, and what they work on."""
     if request.direction == "backward":
         raise UsageError("flash-decode has no backward: leave out --direction backward")
-    config = Config(request.block_m or 16, request.block_n or 32, 4, 1)
+    entry = entry_of(request, entries(), "block_m", "block_n")
+    config = entry.config if entry else Config(request.block_m or 16, request.block_n or 32, 4, 1)
     check_tile("block_m", config.block_m)
     check_tile("block_n", config.block_n)
     case = _case(request, config)
@@ -174,8 +173,7 @@ def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
         "mask": "causal" if request.causal else "none",
     }
     with interpreter.quiet():
-        traced = [_trace_split(case, request.head, request.program)]
-        return traced + ([_trace_merge(case, request.head)] if case.splits.number > 1 else []), about
+        return _trace(case, request.head, request.program), about
 
 
 def _case(request: Request, config: Config) -> Case:
@@ -192,4 +190,4 @@ def _case(request: Request, config: Config) -> Case:
     return Case(q, k, v, table.to(request.device), keys, config, request.causal)
 
 
-TRACE = Tracing(trace, refuses=("kernel_index", "warp", "order", "impl", "names", "against", *HSTU_MASK), taps=False)
+TRACE = Tracing(trace, refuses=("warp", "order", "impl", "names", "against", *HSTU_MASK), taps=False)
