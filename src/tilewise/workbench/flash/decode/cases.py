@@ -108,7 +108,7 @@ CASES = (
     _case("mqa-64", "64 query heads, one KV head, T 3: two chunks of heads", lengths=(70,), T=3, H=64, Hk=1, D=8),
     _case("gqa-160", "160 query heads a KV head: two tiles of 80", lengths=(40,), H=320, Hk=2, D=8),
     _case("gqa-130", "130 query heads a KV head: two tiles of 65, T 2", lengths=(9,), T=2, H=260, Hk=2, D=4),
-    _case("prefill", "a prefill of 150 tokens into empty caches and behind 33", lengths=(0, 33), T=150, new=150, H=2),
+    _case("prefill", "a prefill of 130 tokens into empty caches and behind 33", lengths=(0, 33), T=130, new=130, H=2),
     _case("one-channel", "D 1, Dv 1", lengths=(33, 2), new=1, H=2, D=1),
     _case("odd-channels", "D 40, Dv 24", lengths=(65, 0), T=2, new=2, H=2, D=40, Dv=24),
     _case(
@@ -241,5 +241,5 @@ SUITE = Suite(
     draw=draw,
     cheap_to_use=True,
     mutants=planted.DECODE + planted.INVARIANCE,
-    dear=("many-splits-pages",),
+    dear=("many-splits-pages", "splits", "leftpad-splits", "packed-own-splits"),
 )
