@@ -26,7 +26,8 @@ __all__ = ["interpreting", "quiet", "repair", "scheduled", "use_where_no_gpu", "
 _VARIABLE = "TRITON_INTERPRET"
 _repairing = threading.Lock()
 _repaired = _set_here = False
-_launches = _simulated = 0
+_launches = 0
+_simulated: list[str] = []
 
 
 def use_where_no_gpu() -> bool:
@@ -94,7 +95,12 @@ def launches() -> int:
 
 def simulated() -> int:
     """How many of them were in Gluon."""
-    return _simulated
+    return len(_simulated)
+
+
+def simulated_since(count: int) -> list[str]:
+    """Names of those in Gluon after so many."""
+    return _simulated[count:]
 
 
 def repair() -> None:
@@ -188,13 +194,13 @@ def _simulate_gluon() -> None:
     compiled = GluonJITFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        global _launches, _simulated
+        global _launches
         if warmup:
             return compiled(self, *arguments, grid=grid, warmup=warmup, **named)
         from tilewise._gluon.launch import launch
 
         _launches += 1
-        _simulated += 1
+        _simulated.append(self.fn.__name__)
         with quiet():
             return launch(self, grid, arguments, named, _seed.get(), _compiler_barriers.get())
 

@@ -20,7 +20,17 @@ from tilewise.verify.suite import Suite
 from tilewise.verify.watch import grows_as_square, peak_memory
 from tilewise.workbench.operator import GROWTH, Operator
 
-NOT_TAKEN = "the kernels for Hopper do not take this case, which the portable ones ran (tilewise.explain says why)"
+# By the directions that no kernel for Hopper ran, of those that were computed.
+NOT_TAKEN = "the kernels for Hopper do not take {}, which the portable ones ran (tilewise.explain says why)"
+
+
+def _not_taken(ran: list[str], computed: tuple[str, ...]) -> tuple[Finding, ...]:
+    """A note where kernels for Hopper ran no direction, or one alone. Their names say which they are of."""
+    missing = [way for way in computed if not any(f"_{way[0]}wd_" in name for name in ran)]
+    if not missing:
+        return ()
+    what = "this case" if missing == list(computed) else f"the {missing[0]} of this case"
+    return (Finding(NOT_JUDGED, NOT_TAKEN.format(what), NOTE),)
 
 
 class Runner:
@@ -43,9 +53,11 @@ class Runner:
             return Result(check, findings=self._growth(check), seconds=time.perf_counter() - started)
         if check.use:
             return Result(check, findings=self._use(check), seconds=time.perf_counter() - started)
-        comparisons, findings = self._single(check).judge()
-        if check.implementation.name == HOPPER and not check.implementation.external:
-            findings += () if interpreter.simulated() > simulated else (Finding(NOT_JUDGED, NOT_TAKEN, NOTE),)
+        single = self._single(check)
+        comparisons, findings = single.judge()
+        if check.implementation.name == HOPPER and not check.implementation.external and comparisons:
+            ran = interpreter.simulated_since(simulated)
+            findings += _not_taken(ran, ("forward", "backward") if single.incoming else ("forward",))
         interpreted = interpreter.launches() > launches
         return Result(check, comparisons, findings, time.perf_counter() - started, interpreted)
 

@@ -39,6 +39,13 @@ class HangError(Exception):
     """A process does not answer; the message says how long it was waited for."""
 
 
+class Limit(NamedTuple):
+    """How long a check may compute before it counts as a hang; and, where that is less than its case has, why."""
+
+    seconds: float
+    why: str = ""
+
+
 class _Thread(NamedTuple):
     state: str
     seconds: float
@@ -116,16 +123,18 @@ class Budget:
             return None
         return Result(check, findings=(Finding(SKIPPED, why, NOTE),))
 
-    def seconds(self, check: Check, mutant: str = "") -> float:
-        """How long it may compute before it counts as a hang."""
+    def limit(self, check: Check, mutant: str = "") -> Limit:
+        """How long it may compute."""
         # Read on use, since a test shortens it.
-        seconds = suite.TIME_LIMIT
+        seconds, why = suite.TIME_LIMIT, ""
         if check.case != GROWTH:
             cases: Suite = workbench.find(check.operator).load("suite")
             seconds = cases.find(check.case).time_limit(check.implementation.device)
-        if self._hangs[_key(check, mutant)]:
-            seconds = min(seconds, LIMIT_AFTER_A_HANG)
-        return seconds * ((check.settings.repeat or 1) + len(check.settings.schedules))
+        runs = (check.settings.repeat or 1) + len(check.settings.schedules)
+        if self._hangs[_key(check, mutant)] and seconds > LIMIT_AFTER_A_HANG:
+            why = f"; it has hung before, so its limit was {LIMIT_AFTER_A_HANG * runs:.0f} s, not {seconds * runs:.0f}"
+            seconds = LIMIT_AFTER_A_HANG
+        return Limit(seconds * runs, why)
 
     def count(self, result: Result, mutant: str = "") -> None:
         """Note whether it is a hang."""

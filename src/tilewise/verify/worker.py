@@ -20,7 +20,7 @@ from tilewise.verify.implementation import check_signature, load_function
 from tilewise.verify.planting import plant
 from tilewise.verify.result import CRASH, HANG, INTERNAL, Check, Finding, Implementation, Result
 from tilewise.verify.suite import Suite
-from tilewise.verify.time_limits import LOOK_EVERY, Budget, HangError, Watchdog
+from tilewise.verify.time_limits import LOOK_EVERY, Budget, HangError, Limit, Watchdog
 from tilewise.workbench.operator import GROWTH, UsageError
 
 START_LIMIT = 120.0
@@ -124,7 +124,7 @@ class _Slots:
         setup = _Setup(self._threads, mutant=job.mutant, operator=check.operator if job.mutant else "")
         if check.implementation.external:
             setup = setup._replace(external=check.implementation, operator=check.operator, cases=self._cases)
-        result = self._process(setup).run(check, self._budget.seconds(check, job.mutant))
+        result = self._process(setup).run(check, self._budget.limit(check, job.mutant))
         # What stops at a hang and is then tried again, alone on its GPU, has the whole limit again.
         if not job.until_failure:
             self._budget.count(result, job.mutant)
@@ -190,14 +190,14 @@ class _Process:
     def alive(self) -> bool:
         return bool(self._process.is_alive())
 
-    def run(self, check: Check, limit: float) -> Result:
+    def run(self, check: Check, limit: Limit) -> Result:
         started = time.perf_counter()
         try:
             self._connection.send(check)
-            answer = self._receive(limit)
+            answer = self._receive(limit.seconds)
             return answer if isinstance(answer, Result) else Result(check, findings=(Finding(INTERNAL, answer),))
         except HangError as error:
-            finding = Finding(HANG, str(error))
+            finding = Finding(HANG, f"{error}{limit.why}")
         except (EOFError, ConnectionError):
             self._process.join()
             finding = Finding(CRASH, _how_it_ended(self._process.exitcode))

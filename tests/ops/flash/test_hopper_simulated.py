@@ -9,6 +9,7 @@ import torch
 
 from tilewise import flash_attention, interpreter, workbench
 from tilewise.ops._host import backend
+from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.verify.api import score
 from tilewise.verify.leave_out import leave_out
 from tilewise.verify.plan import DTYPES, plan
@@ -69,7 +70,16 @@ def test_the_default_run_has_one_of_them_and_all_of_them_eight():
 def test_a_case_that_they_do_not_take_says_so():
     result, launches = check("one-key")
     assert (result.passed, launches) == (True, 0)
-    assert [(finding.message, finding.severity) for finding in result.findings] == [(NOT_TAKEN, NOTE)]
+    assert [(one.message, one.severity) for one in result.findings] == [(NOT_TAKEN.format("this case"), NOTE)]
+
+
+def test_a_direction_that_they_do_not_take_says_so(monkeypatch):
+    monkeypatch.setattr(hopper_launch, "fits", lambda _inputs: False)
+    result, launches = check("long-window")
+    assert (result.passed, launches) == (True, 1)
+    assert [one.message for one in result.findings] == [NOT_TAKEN.format("the backward of this case")]
+    result, launches = check("long-window", gradients=False)
+    assert (result.findings, launches) == ((), 1)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
