@@ -56,13 +56,6 @@ COLUMNS = Blocked([1, 1], [32, 1], [1, 4], [0, 1])
 TWOS = Blocked([1, 2], [32, 1], [4, 1], [1, 0])
 MMA, BY_WARPS = mma(), gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 LANES = [[1], [2], [4], [8], [16]]
-# With Triton 3.6, by which the simulation cannot tell where elements lie.
-UNKNOWN = {
-    "reinterpret",
-    "copy by threads of a half",
-    "copy by threads along the other axis",
-    "copy by threads, swizzled by one",
-}
 # Triton takes slices of an array of buffers from 3.9 on.
 SLICES_BUFFERS = hasattr(gl.shared_memory_descriptor, "reinterpret")
 
@@ -300,9 +293,6 @@ if TELLS_OFFSETS:
         "copy of other elements": copy(True, [64, 64], nvmma(), shape=[128, 64]),
         "copy, transposed": copy(True, [64, 64], gl.NVMMASharedLayout(128, 16, 2, True)),
     }
-else:
-    # And the simulation does not know of it.
-    CASES = {name: case for name, case in CASES.items() if name not in UNKNOWN}
 # What kernels are written with besides; gluon/test_aggregates.py runs it.
 HOWS = (
     (state_kernel, False, ("for", "while", "if", "static_range")),

@@ -7,14 +7,16 @@ pytest.importorskip("triton")
 
 from gluon_kernels import COLUMNS, ROWS, descriptor, tiles
 from gluon_memory_kernels import columns_kernel, descriptor_of, halves_kernel, reinterpreted_kernel
+from triton.experimental.gluon import language as gl
 
 from tilewise import interpreter
 from tilewise._gluon import compiler
 from tilewise._gluon.faults import KernelFaultError
+from tilewise._gluon.offsets import written_bases
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
-REINTERPRETS = pytest.mark.skipif(not compiler.TELLS_OFFSETS, reason="Triton 3.6 does not tell where elements lie")
 HALF = ROWS // 2
+Swizzled, Nvmma = gl.SwizzledSharedLayout, gl.NVMMASharedLayout
 
 
 def halves(how):
@@ -58,7 +60,7 @@ def test_halves_of_a_buffer_are_independent(seed):
         (halves, "overwrites its half", "overwritten"),
         (halves, "half is empty", "uninitialised"),
         (columns, "right", "overwritten"),
-        pytest.param(words, "early", "read too early", marks=REINTERPRETS),
+        (words, "early", "read too early"),
     ],
 )
 def test_a_half_is_not_forgotten(run, how, kind, seed):
@@ -67,7 +69,27 @@ def test_a_half_is_not_forgotten(run, how, kind, seed):
     assert raised.value.kind == kind
 
 
-@REINTERPRETS
+@pytest.mark.skipif(not compiler.TELLS_OFFSETS, reason="Triton 3.6 does not tell")
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (Swizzled(1, 1, 1, [0]), [128]),
+        (Swizzled(4, 2, 4, [0, 1]), [64, 32]),
+        (Swizzled(8, 2, 64, [1, 0]), [64, 16]),
+        (Swizzled(8, 1, 8, [2, 1, 0]), [4, 16, 64]),
+        (Nvmma(128, 16, 2), [64, 128]),
+        (Nvmma(64, 16, 2), [16, 64]),
+        (Nvmma(32, 8, 2), [8, 32]),
+        (Nvmma(0, 32, 3), [4, 8, 16]),
+        (Nvmma(128, 16, 3), [2, 64, 64]),
+        (Nvmma(128, 16, 2, True), [128, 64]),
+    ],
+)
+def test_where_elements_lie_is_what_triton_says(layout, shape):
+    """Written out for Triton 3.6."""
+    assert written_bases(layout, shape) == [list(basis) for basis in compiler.offset_bases(layout, shape)]
+
+
 def test_bytes_that_are_reinterpreted():
     a, out = words("first")
     assert torch.equal(out, torch.arange(HALF * HALF, dtype=torch.int32))

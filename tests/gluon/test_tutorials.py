@@ -16,7 +16,6 @@ if not hasattr(hopper_tma, "async_copy_global_to_shared"):
 from gluon_tutorials import async_copy, intro, layouts, message, persistence, tma, warp_specialization, wgmma
 
 from tilewise import interpreter
-from tilewise._gluon import compiler
 from tilewise._gluon.faults import KernelFaultError
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
@@ -171,8 +170,6 @@ def test_persistent_products(scheduler, seed):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_persistent_products_that_overlap(scheduler, buffers, seed, monkeypatch):
     """The last load, for a tile after the last, has no predicate and is never waited for. All else is right."""
-    if buffers > 3 and not compiler.TELLS_OFFSETS:
-        pytest.skip("it reinterprets shared memory")
 
     def multiply(*arguments):
         with pytest.raises(KernelFaultError, match="nothing has waited for a copy") as raised:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewise._gluon.allocation import element_offsets, flat_place
-from tilewise._gluon.compiler import TELLS_OFFSETS, linear_layout
+from tilewise._gluon.compiler import linear_layout
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.hopper import arrive
 from tilewise._gluon.language import check_layouts, one_barrier
@@ -103,7 +103,7 @@ def async_load(
 
 def _check_bytes(smem: Shared, layout: Any) -> None:
     """A thread copies at least 4 bytes that are side by side in shared memory too."""
-    if layout is None or not TELLS_OFFSETS:
+    if layout is None:
         return
     size, shape = smem.data.element_size(), tuple(smem.kind.whole[-len(smem.shape) :])
     offsets = element_offsets(smem.layout, shape)
