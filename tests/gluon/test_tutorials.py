@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma as hopper_tma
 
 if not hasattr(hopper_tma, "async_copy_global_to_shared"):
@@ -27,7 +29,7 @@ SCHEDULERS = [
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch):
+def as_if_on_hopper(monkeypatch):
     """Launchers ask for the architecture, and how many SMs there are."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     have_sms(monkeypatch, 2)
@@ -192,3 +194,29 @@ def test_specialised_warps(buffers, seed):
             num_load_buffers=buffers,
             num_store_buffers=buffers,
         )
+
+
+if hasattr(hopper_tma, "async_load_im2col"):
+    from gluon_tutorials import im2col
+
+    @pytest.mark.parametrize("name", ["simple", "padded", "offset", "multi_batch", "multi_batch_padded"])
+    def test_places_of_a_window(name):
+        """What is expected of them is in the tutorial."""
+        getattr(im2col, f"run_tma_im2col_{name}")()
+
+    @gluon.jit
+    def awaited_mma(a, b, acc, is_async, use_acc):
+        return hopper.warpgroup_mma(a, b, acc, use_acc=use_acc)
+
+    @pytest.mark.parametrize(("images", "channels", "size", "stride", "padding"), [(2, 96, 3, 1, 1), (3, 64, 2, 2, 0)])
+    def test_convolutions(images, channels, size, stride, padding, monkeypatch):
+        """The next copy starts before the product that reads its buffer has been waited for. All else is right."""
+        x, w = torch.randn(images, 9, 8, channels).half(), torch.randn(40, size, size, channels).half()
+        with pytest.raises(KernelFaultError, match="overwritten: buffer 0 of im2col.py"):
+            im2col.conv2d_tma_im2col(x, w, stride=stride, padding=padding)
+        monkeypatch.setattr(persistence, "warpgroup_mma", awaited_mma)
+        found = im2col.conv2d_tma_im2col(x, w, stride=stride, padding=padding)
+        expected = torch.nn.functional.conv2d(
+            x.permute(0, 3, 1, 2).float(), w.permute(0, 3, 1, 2).float(), stride=stride, padding=padding
+        )
+        torch.testing.assert_close(found.permute(0, 3, 1, 2).float(), expected, rtol=1e-3, atol=0.05)

@@ -125,6 +125,7 @@ def _async_load(
     result: SpreadShared,
     pred: Any = True,
     multicast: Any = False,
+    cache_policy: Any = None,
 ) -> None:
     """By each CTA for itself; or, in multicast, by the first of those that have the same part, for all of them."""
     if not pred:
@@ -146,7 +147,7 @@ def _check_layouts(desc: Descriptor, shared: SpreadShared) -> None:
         raise KernelFaultError("layouts differ", message, executed())
 
 
-def _copy_out(function: Function, desc: Descriptor, coord: Any, src: SpreadShared) -> None:
+def _copy_out(function: Function, desc: Descriptor, coord: Any, src: SpreadShared, cache_policy: Any = None) -> None:
     """By the first CTA of those that have the same part."""
     _check_layouts(desc, src)
     tiles = SpreadDescriptor(desc, len(members()))

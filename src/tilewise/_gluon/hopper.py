@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from tilewise._gluon.faults import KernelFaultError, executed
 from tilewise._gluon.language import one_barrier
 from tilewise._gluon.leaving_out import synchronises
+from tilewise._gluon.memory import Region
 from tilewise._gluon.order import Copy, Product, current
 from tilewise._gluon.products import check_warpgroup, matrix_product, mma_v2
-from tilewise._gluon.shared import Descriptor, Shared
+from tilewise._gluon.shared import Descriptor, Im2Col, Shared
 from tilewise._gluon.values import GLUON, Pending, Tile, plain
 from tilewise._gluon.watching import show_read
 
@@ -74,13 +75,37 @@ def _tile_of(desc: Descriptor, shared: Shared, what: str) -> torch.Tensor:
 
 
 def async_load(
-    desc: Descriptor, coord: Any, barrier: Any, result: Shared, pred: Any = True, multicast: Any = False
+    desc: Descriptor,
+    coord: Any,
+    barrier: Any,
+    result: Shared,
+    pred: Any = True,
+    multicast: Any = False,
+    cache_policy: Any = None,
 ) -> None:
     """Start to copy a tile into shared memory. What lies outside of the tensor is 0; the barrier counts the bytes. Of
     one CTA there is none for a multicast to reach.
     """
-    if not pred:
-        return
+    if pred:
+        _copy_in(desc, lambda: desc.window(coord), barrier, result)
+
+
+def async_load_im2col(
+    desc: Im2Col,
+    coord: Any,
+    offsets: Any,
+    barrier: Any,
+    result: Shared,
+    pred: Any = True,
+    multicast: Any = False,
+    cache_policy: Any = None,
+) -> None:
+    """The same of the places that a convolution's window takes."""
+    if pred:
+        _copy_in(desc, lambda: desc.places(coord, offsets), barrier, result)
+
+
+def _copy_in(desc: Descriptor, window: Callable[[], tuple[Region | None, Any]], barrier: Any, result: Shared) -> None:
     _tile_of(desc, result, "async_load")
     agent, barrier = current(), one_barrier(barrier)
     agent.pause()
@@ -89,7 +114,7 @@ def async_load(
     for write in writes:
         write.flying = True
     result.data.fill_(torch.nan if result.data.is_floating_point() else 0)
-    region, inside = desc.window(coord)
+    region, inside = window()
     if region is not None:
         desc.memory.read(region, agent, (barrier.number, phase))
     machine = agent.machine
@@ -111,7 +136,7 @@ def async_load(
     machine.later(land)
 
 
-def async_store(desc: Descriptor, coord: Any, src: Shared) -> None:
+def async_store(desc: Descriptor, coord: Any, src: Shared, cache_policy: Any = None) -> None:
     """Start to copy a tile to global memory, but for what lies outside of the tensor."""
     copy_out("async_store", desc, coord, src)
 
@@ -256,6 +281,7 @@ COPIES: dict[str, Any] = {
     "make_tensor_descriptor": make_tensor_descriptor,
     "async_load": async_load,
     "async_copy_global_to_shared": async_load,
+    "async_load_im2col": async_load_im2col,
     "async_store": async_store,
     "async_copy_shared_to_global": async_store,
     "store_wait": store_wait,

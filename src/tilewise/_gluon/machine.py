@@ -21,7 +21,7 @@ from tilewise._gluon.leaving_out import Study
 from tilewise._gluon.members import Member
 from tilewise._gluon.memory import Extent, GlobalMemory
 from tilewise._gluon.order import Agent, Clock, become
-from tilewise._gluon.shared import Descriptor
+from tilewise._gluon.shared import Descriptor, Im2Col
 from tilewise._gluon.translate import add_hooks, adopt, refresh, translate
 from tilewise._gluon.values import Pointer, Tile
 from tilewise._gluon.watching import Watcher
@@ -287,6 +287,8 @@ class Machine:
             if getattr(value, "padding", "zero") != "zero":
                 raise KernelFaultError("not simulated", f"a descriptor's padding by {value.padding}")
             base = self._given(value.base)
+            if hasattr(value, "pixel_box_lower_corner"):
+                return Im2Col(base, value)
             return Descriptor(base, value.shape, value.strides, value.block_shape, value.layout)
         if isinstance(value, bool | int | float):
             return Tile(value)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from tilewise._gluon.allocation import Face, rank_of
 from tilewise._gluon.compiler import SharedType, ask, left_open, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
-from tilewise._gluon.memory import GlobalMemory, Region, Window
+from tilewise._gluon.memory import GlobalMemory, Places, Region, Window
 from tilewise._gluon.order import Part, current
 from tilewise._gluon.values import GLUON, Pointer, Tile, plain, torch_dtype
 from tilewise._gluon.watching import View, show_read
@@ -199,10 +199,7 @@ class Descriptor:
         """Has dtype, layout and block_type."""
         return self
 
-    def window(self, coord: Any, writes: bool = False) -> tuple[Region | None, tuple[slice, ...]]:
-        """Of the tile at `coord` what lies inside of the tensor, None where nothing does; and which part of the tile
-        that is. Addresses count modulo 2^64.
-        """
+    def _coordinates(self, coord: Any, writes: bool = False) -> list[int]:
         first = [operator.index(c) for c in coord]
         if first[-1] * self.memory.flat.element_size() % COORDINATE_BYTES or (writes and min(first) < 0):
             # Not in PTX's documentation: measured on an H200, with and without swizzling.
@@ -210,6 +207,13 @@ class Descriptor:
             message = f"a copy {what} the tile at {first}, of {self.dtype}: the last coordinate must be a multiple of"
             message += f" {COORDINATE_BYTES} bytes{also}; a GPU stops with an illegal instruction"
             raise KernelFaultError("coordinates", message, executed())
+        return first
+
+    def window(self, coord: Any, writes: bool = False) -> tuple[Region | None, tuple[slice, ...]]:
+        """Of the tile at `coord` what lies inside of the tensor, None where nothing does; and which part of the tile
+        that is. Addresses count modulo 2^64.
+        """
+        first = self._coordinates(coord, writes)
         low = [max(0, -c) for c in first]
         high = [min(b, s - c) for b, s, c in zip(self.block_shape, self.shape, first, strict=True)]
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -225,3 +229,45 @@ class Descriptor:
             message = f"a tile at {first} reaches elements {start} to {last} of {extent.named(self.memory)}"
             raise KernelFaultError("out of bounds", message, executed())
         return Window(sizes, strides, start), tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+
+
+class Im2Col(Descriptor):
+    """Of images [N, ..., C]: a tile's rows are the places where a convolution's window begins, its columns channels."""
+
+    def __init__(self, base: Pointer, described: Any) -> None:
+        x = described
+        super().__init__(base, x.shape, x.strides, x.block_shape, x.layout)
+        self._steps = list(x.element_strides or [1] * len(self.shape))[1:-1]
+        # The first and the last place along each axis of an image.
+        self._first = list(x.pixel_box_lower_corner)
+        self._last = [n - 1 + m for n, m in zip(self.shape[1:-1], x.pixel_box_upper_corner, strict=True)]
+
+    def places(self, coord: Any, offsets: Any) -> tuple[Region, torch.Tensor]:
+        """From a place on, image after image, each moved by `offsets`: what lies inside of the tensor, and which part
+        of the tile that is.
+        """
+        image, *place, channel = self._coordinates(coord)
+        moved = [operator.index(n) for n in offsets]
+        rows, columns = self.block_shape
+        found = []
+        for _ in range(rows):
+            found.append([image, *(n + m for n, m in zip(place, moved, strict=True))])
+            for axis in reversed(range(len(place))):
+                place[axis] += self._steps[axis]
+                if place[axis] <= self._last[axis]:
+                    break
+                place[axis] = self._first[axis]
+            else:
+                image += 1
+        at = torch.tensor(found)
+        channels = channel + torch.arange(columns)
+        inside = ((at >= 0) & (at < torch.tensor(self.shape[:-1]))).all(1)[:, None]
+        inside = inside & (channels >= 0) & (channels < self.shape[-1])
+        elements = (at * torch.tensor(self.strides[:-1])).sum(1)[:, None] + channels * self.strides[-1]
+        region = Places(operator.index(self._base.offset) + elements[inside])
+        low, high = region.bounds()
+        extent = self._base.extent
+        if low <= high and not extent.first <= low <= high < extent.end:
+            message = f"a tile at {coord} reaches elements {low} to {high} of {extent.named(self.memory)}"
+            raise KernelFaultError("out of bounds", message, executed())
+        return region, inside
