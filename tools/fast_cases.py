@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from tilewise import workbench
-from tilewise.verify.plan import planted
 from tilewise.verify.result import HANG, INTERNAL, Check, Implementation, Result, Settings
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import Job, run_jobs
@@ -64,7 +63,7 @@ def is_wrong(result: Result) -> bool:
 
 def checks_for(operator: Operator, bug: str, cases: list[str]) -> tuple[Check, ...]:
     """These cases on the backend that a bug is planted in."""
-    backend = next(mutant.backend for mutant in planted(operator) if mutant.name == bug)
+    backend = next(mutant.backend for mutant in operator.load("suite").mutants if mutant.name == bug)
     runs = CPU if backend == "cpu" else INTERPRETED
     return tuple(Check(operator.name, runs, case, "bf16", Settings()) for case in cases)
 
@@ -130,7 +129,7 @@ def fast_cases(operator: Operator) -> dict[str, Any]:
         others,
     )
     # Cases do not show those of another use.
-    caught: dict[str, list[str]] = {bug.name: [] for bug in planted(operator) if not bug.use}
+    caught: dict[str, list[str]] = {bug.name: [] for bug in suite.planted(None) if not bug.use}
     for tried in rounds:
         rare = [bug for bug, names in caught.items() if len({shapes[name] for name in names}) < TWICE]
         for bug, names in catches(operator, rare, tried).items():

@@ -182,3 +182,35 @@ INVARIANCE = tuple(
         ),
     )
 )
+# In what leads a prefill over a dense cache to the forward kernel for Hopper.
+_KEYS, _PREFILL = "i_b * n_keys + keys.", "flash.decode.prefill"
+HOPPER = tuple(
+    Mutant(name, about, module, old, new, capability=(9, 0))
+    for name, about, module, old, new in (
+        ("prefill-padding", "left padding is read", "flash.decode.kernels", f"{_KEYS}first", "i_b * n_keys"),
+        ("prefill-short", "an entry lacks its last key", "flash.decode.kernels", f"{_KEYS}end", f"{_KEYS}end - 1"),
+        ("prefill-room", "every slot holds a key", "flash.decode.kernels", f"{_KEYS}end", "(i_b + 1) * n_keys"),
+        (
+            "prefill-query-lost",
+            "an entry's last query is not computed",
+            "flash.decode.kernels",
+            "(i_b + 1) * n_queries",
+            "(i_b + 1) * n_queries - 1",
+        ),
+        (
+            "prefill-lse-mixed",
+            "LSEs of entries are mixed",
+            _PREFILL,
+            "lse.unflatten(1, (batch, -1)).transpose(0, 1)",
+            "lse.unflatten(1, (-1, batch)).permute(2, 0, 1)",
+        ),
+        ("prefill-scale", "scores lack their scale", _PREFILL, "inputs.right, inputs.scale,", "inputs.right, 1.0,"),
+        (
+            "prefill-unlimited",
+            "a window is ignored",
+            _PREFILL,
+            "cu_k, inputs.left, inputs.right",
+            "cu_k, None, inputs.right",
+        ),
+    )
+)
