@@ -1,4 +1,4 @@
-"""A prefill over a dense cache by the kernel for Hopper, simulated: the cases that it takes, and bugs on the way to it."""
+"""A prefill over a dense cache by the kernel for Hopper, simulated: cases that it takes, and bugs on the way to it."""
 
 import pytest
 
