@@ -22,8 +22,10 @@ def serve(rank, store, pipe, path):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS))
-    groups = {world: dist.new_group(list(range(world))) for world in range(1, WORLD + 1)}
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD, timeout=limit)
+    # A group of its own has torch's half an hour, unless it is told.
+    groups = {world: dist.new_group(list(range(world)), timeout=limit) for world in range(1, WORLD + 1)}
     # Of two ranks, to be broken by a test.
     groups["impatient"] = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     while True:

@@ -18,7 +18,8 @@ def inputs(batch, tokens, heads, kv_heads, D, Dv, packed, dtype, seed=0):
     shapes = (*lead, heads, D), (*lead, kv_heads, D), (*lead, kv_heads, Dv), (*lead, heads, Dv)
     q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     dlse = torch.randn(*lead[:-1], heads, tokens, generator=generator)
-    sinks = torch.randn(heads, generator=generator)
+    # A parameter may be a view.
+    sinks = torch.randn(2 * heads, generator=generator)[::2]
     return q, k, v, do, dlse, sinks
 
 
@@ -58,6 +59,67 @@ def sharded(group, sizes, offsets, dtype, options, with_sinks, backend, plan_opt
     for dsinks in rest:
         torch.distributed.all_reduce(dsinks, group=group)
     return [whole[0], plan.unshard(lse, -1), *whole[1:], *rest]
+
+
+def on_reference(group):
+    """Where a rank has no tokens, gradients of the LSE alone, and second derivatives."""
+    tokens = 21
+    q, k, v, _, dlse, sinks = inputs(2, tokens, 4, 2, 8, 6, False, torch.float64)
+
+    def found(q, k, v, sinks, dlse, **plan):
+        o, lse = flash_attention(q, k, v, sinks=sinks, causal=True, return_lse=True, backend="reference", **plan)
+        first = torch.autograd.grad((lse * dlse).sum(), (q, k, sinks), retain_graph=True)
+        again = torch.autograd.grad(o.square().sum(), (q, k, v, sinks), create_graph=True)
+        return *first, *torch.autograd.grad(sum(x.square().sum() for x in again[:3]), (q, k, v))
+
+    expected = found(*(x.clone().requires_grad_() for x in (q, k, v, sinks.double())), dlse)
+    plan = ContextPlan(group, seq_len=tokens, balance=torch.arange(tokens) % 2)
+    local = [plan.shard(x, 1).requires_grad_() for x in (q, k, v)]
+    dq, dk, dsinks, *twice = found(*local, sinks.double().requires_grad_(), plan.shard(dlse, -1), parallel=plan)
+    dist.all_reduce(dsinks, group=group)
+    for x, y in zip((dq, dk, *twice), (*expected[:2], *expected[3:]), strict=True):
+        torch.testing.assert_close(plan.unshard(x, 1), y)
+    torch.testing.assert_close(dsinks, expected[2])
+
+
+def twice_where_there_is_no_such_derivative(group, method):
+    """What is raised."""
+    plan = ContextPlan(group, seq_len=8, method=method)
+    x = torch.randn(1, plan.local_tokens, 2, 8).requires_grad_()
+    (dx,) = torch.autograd.grad(flash_attention(x, x, x, parallel=plan).square().sum(), x, create_graph=True)
+    # x also has a gradient of its own, which would hide that dx's is missing.
+    torch.autograd.grad(dx.square().sum() + x.sum(), x)
+
+
+def inferring_then_training(group):
+    """One plan serves both."""
+    with torch.inference_mode():
+        plan = ContextPlan(group, cu_seqlens=torch.tensor([0, 9, 20]))
+        whole = torch.randn(20, 2, 8)
+        x = plan.shard(whole, 0)
+        plan.unshard(flash_attention(x, x, x, causal=True, parallel=plan, backend="reference"), 0)
+    whole = torch.randn(20, 2, 8).requires_grad_()
+    x = plan.shard(whole, 0)
+    plan.unshard(flash_attention(x, x, x, causal=True, parallel=plan, backend="reference"), 0).sum().backward()
+    assert whole.grad is not None
+
+
+def sinks_in_16_bits(group):
+    """The errors of their gradient where a rank makes hundreds of calls, and that of one process."""
+    q, k, v, do, _, sinks = inputs(1, 900, 4, 2, 8, 8, False, torch.float32)
+    plan = ContextPlan(group, seq_len=900, balance=torch.arange(900) % 2)
+
+    def gradient(dtype, backend, plan=None):
+        leaf = sinks.bfloat16().to(dtype).requires_grad_()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        here = [(x if plan is None else plan.shard(x, 1)).to(wide) for x in (q, k, v, do)]
+        o = flash_attention(*here[:3], sinks=leaf, parallel=plan, backend=backend)
+        return torch.autograd.grad(o, leaf, here[3])[0].double()
+
+    truth, one, mine = gradient(torch.float64, "reference"), gradient(torch.bfloat16, "cpu"), None
+    mine = gradient(torch.bfloat16, "cpu", plan)
+    dist.all_reduce(mine, group=group)
+    return abs(mine - truth).max(), abs(one - truth).max()
 
 
 def counted(group, options, tokens, heads_at_a_time, method):

@@ -45,6 +45,19 @@ def other_plans(group):
     flash_attention(x, x, x, parallel=plan)
 
 
+def other_offsets(group):
+    """A rank whose sequences are others, of tokens that are divided alike."""
+    cu = torch.tensor([0, 3 + dist.get_rank(group), 8])
+    plan = ContextPlan(group, cu_seqlens=cu, balance=torch.arange(8) % 2)
+    x = torch.zeros(4, 2, 16)
+    flash_attention(x, x, x, parallel=plan)
+
+
+def outside(_group):
+    """A plan of a group that only the first process is in."""
+    ContextPlan(dist.new_group([0]), seq_len=4)
+
+
 def one_stops(group):
     """The second rank stops before its call."""
     plan = ContextPlan(group, seq_len=64)
@@ -60,12 +73,17 @@ def refused(group):
     plan = ContextPlan(group, seq_len=64)
     whole = torch.zeros(1, 64, 2, 16)
     x = plan.shard(whole, 1)
+    nan = float("nan")
     messages = []
     for call in (
         lambda: flash_attention(whole, whole, whole, parallel=plan),
         lambda: flash_attention(x, x, x, parallel=plan, num_splits=2),
         lambda: flash_attention(x, x, x, parallel=plan, seqused_k=torch.tensor([3])),
         lambda: flash_attention(x[0], x[0], x[0], parallel=plan, cu_seqlens_q=torch.tensor([0, 32])),
+        lambda: flash_attention(x, x, x, parallel=plan, scale=nan),
+        lambda: flash_attention(x, x, x, parallel=plan, softcap=-1.0),
+        lambda: flash_attention(x, x, x, parallel=plan, sinks=torch.tensor([0.0, nan])),
+        lambda: flash_attention(*[x.double()] * 3, parallel=plan, backend="cpu"),
         lambda: plan.shard(x, 1),
         lambda: plan.unshard(whole, 1),
         lambda: ContextPlan(group),
@@ -76,6 +94,8 @@ def refused(group):
         lambda: ContextPlan(group, seq_len=8, balance=torch.zeros(7, dtype=torch.int64)),
         lambda: ContextPlan(group, seq_len=2, balance=torch.tensor([0, 2])),
         lambda: ContextPlan(group, seq_len=8, method="broadcast"),
+        lambda: ContextPlan(group, seq_len=2, balance=[0, 1]),
+        lambda: ContextPlan(group, cu_seqlens=[0, 5]),
         lambda: ContextPlan("context", seq_len=8),
     ):
         try:

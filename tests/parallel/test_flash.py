@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parallel import flash_ranks
 from parallel.flash_ranks import counted, sharded, whole
 from processes import processes
 
@@ -63,6 +64,27 @@ def test_any_assignment(offsets, method):
     compare(3, offsets, {"causal": True}, "cpu", method=method, balance=striped(offsets[-1], 3))
     # All of it on one rank, and the others empty.
     compare(3, offsets, {"window_size": (8, 8)}, "cpu", method=method, balance=torch.full((offsets[-1],), 1))
+
+
+def test_the_reference_where_a_rank_has_no_tokens():
+    processes().run(flash_ranks.on_reference, 3)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_a_second_derivative_is_refused(method):
+    for _, error, _ in processes().results(flash_ranks.twice_where_there_is_no_such_derivative, 2, method):
+        assert "NotImplementedError" in error
+        assert "backend='reference'" in error
+
+
+def test_a_plan_made_in_inference_mode_trains():
+    processes().run(flash_ranks.inferring_then_training, 2)
+
+
+@pytest.mark.slow
+def test_many_calls_sum_up_the_gradient_of_sinks():
+    for error, allowed in processes().run(flash_ranks.sinks_in_16_bits, 2):
+        assert error <= 2 * allowed
 
 
 def test_a_few_heads_at_a_time():

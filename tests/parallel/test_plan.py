@@ -9,6 +9,7 @@ from processes import processes
 
 from tilewise.parallel import ContextPlan
 from tilewise.parallel.assignment import assign
+from tilewise.parallel.plan import _device
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -61,12 +62,36 @@ def test_one_dimension_of_a_mesh():
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(plan_ranks.disagreeing, ("[1, 'tokens', 2, 16]", "[1, 'tokens', 4, 16]")), (plan_ranks.other_plans, ("plan",))],
+    [
+        (plan_ranks.disagreeing, ("[1, 'tokens', 2, 16]", "[1, 'tokens', 4, 16]")),
+        (plan_ranks.other_plans, ("of seq_len 64, all_gather",)),
+        (plan_ranks.other_offsets, ("of 2 packed sequences",)),
+    ],
 )
 def test_ranks_that_disagree_hear_so_everywhere(function, words):
     for _, error, _ in processes().results(function, 2):
         assert "the ranks of a ContextPlan make different calls" in error
         assert all(word in error for word in words)
+        # Each rank's line shows that it is another.
+        first, second = (line.split(": ", 1)[1] for line in error.splitlines() if line.startswith("  rank"))
+        assert first != second
+
+
+def test_a_process_outside_the_group():
+    (_, inside, _), *others = processes().results(plan_ranks.outside, 4)
+    assert inside is None
+    assert all("this process is not in the group" in outside for _, outside, _ in others)
+
+
+@pytest.mark.parametrize(
+    ("config", "there_are_gpus", "device"),
+    [("cuda:nccl", True, "cuda"), ("cpu:gloo,cuda:nccl", True, "cuda"), ("cpu:gloo,cuda:nccl", False, "cpu")],
+)
+def test_where_a_plan_has_its_positions(monkeypatch, config, there_are_gpus, device):
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda _group: config)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there_are_gpus)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    assert _device(None, None).type == device
 
 
 def test_a_rank_that_stops_is_no_hang():
@@ -84,6 +109,10 @@ def test_what_cannot_be_is_refused_before_anything_is_sent():
                 "num_splits is given with parallel",
                 "seqused_k is given with parallel",
                 "cu_seqlens_q is given with parallel",
+                "scale is nan",
+                "softcap is -1.0",
+                "sinks holds nan",
+                "q is torch.float64",
                 "x has 32 tokens in axis 1: the plan is for 64",
                 "holds 32; use plan.shard",
                 "give one of them",
@@ -94,6 +123,8 @@ def test_what_cannot_be_is_refused_before_anything_is_sent():
                 "int64 [8]",
                 "balance has ranks 0 to 2: expected 0 to 1",
                 "method is 'broadcast'",
+                "balance is a list",
+                "cu_seqlens is a list",
                 "group is a str",
             ),
             strict=True,

@@ -131,6 +131,12 @@ def calls(lists: Sequence[list[Pair]], packed: bool, key_rows: int, device: torc
         yield Call(_as_slice(of_queries, device), slice(0, key_rows), offsets[0], offsets[1], left, right)
 
 
+def nothing(packed: bool, device: torch.device) -> Call:
+    """A call of no queries and no keys."""
+    cu = torch.zeros(2, dtype=torch.int32, device=device) if packed else None
+    return Call(slice(0, 0), slice(0, 0), cu, cu, -1, -1)
+
+
 def _as_slice(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last + 1 - first == len(rows) else rows.to(device)

@@ -127,4 +127,38 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Summed at home."""
-        return ctx.exchange.bring_home(gradients[0]).wait(), None
+        return BringHome.apply(gradients[0], ctx.exchange), None
+
+
+class BringHome(torch.autograd.Function):
+    """`Exchange.bring_home`, differentiable: each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, exchange: Exchange) -> Tensor:
+        """The sum of all ranks' gradients of this rank's rows."""
+        ctx.exchange = exchange
+        return exchange.bring_home(gradient).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Those of the rows that are needed here."""
+        return Fetch.apply(gradients[0], ctx.exchange), None
+
+
+class Once(torch.autograd.Function):
+    """A backward, `differentiate(*given)`, that has no derivative of its own, and says so. torch's once_differentiable
+    says nothing in torch.autograd.grad.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, differentiate: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> Any:
+        """Its gradients."""
+        return differentiate(*given)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
+        """There is none."""
+        raise NotImplementedError(
+            "flash_attention over a ContextPlan has no derivative of its own (double backward): call it with"
+            " backend='reference', which torch can differentiate any number of times"
+        )

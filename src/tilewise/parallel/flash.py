@@ -12,8 +12,8 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
 from tilewise.ops.flash.api import flash_attention, flash_backward, flash_forward
 from tilewise.parallel import ring
-from tilewise.parallel.calls import Call, calls, gathered
-from tilewise.parallel.exchange import Fetch, Pending
+from tilewise.parallel.calls import Call, calls, gathered, nothing
+from tilewise.parallel.exchange import Fetch, Once, Pending
 from tilewise.parallel.rows import Rows
 
 if TYPE_CHECKING:
@@ -56,18 +56,28 @@ def attend(
     """Output and LSE of this rank's queries."""
     checks.check_qkv(q, k, v, plan.packed)
     checks.check_window(window_size)
+    checks.check_number(softcap, "softcap", minimum=0.0)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        checks.check_number(scale, "scale")
     axis = 0 if plan.packed else 1
     for name, x in (("q", q), ("k", k), ("v", v)):
         plan.check_local(x, name, axis)
     backend = resolve_backend(backend, q.device)
+    if backend != "reference":
+        checks.check_not_fp64(q, "q", backend)
     if sinks is not None:
         checks.check_sinks(sinks, q, backend)
+        checks.check_sink_values(sinks)
+        sinks = sinks.contiguous()
     left, right = window_size
-    scale = q.shape[-1] ** -0.5 if scale is None else checks.as_float(scale)
-    options = Options((left, 0 if causal else right), scale, checks.as_float(softcap), deterministic, backend)
+    window = left, 0 if causal else right
+    options = Options(window, checks.as_float(scale), checks.as_float(softcap), deterministic, backend)
     shapes = [[*x.shape[:axis], "tokens", *x.shape[axis + 1 :]] for x in (q, k, v)]
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    plan.agree(f"flash_attention of {shapes} {q.dtype}, {options}, sinks {sinks is not None}, {needs_grad}", q.device)
+    given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+    wanted = [name for name, x in given.items() if torch.is_grad_enabled() and x.requires_grad]
+    plan.agree(f"flash_attention({', '.join(given)}) of {shapes} {q.dtype}, {options}, gradients {wanted}", q.device)
     if backend == "reference":
         return _by_reference(plan, q, k, v, sinks, options)
     function = Gathered if plan.method == "all_gather" else ring.Ring
@@ -79,10 +89,12 @@ def _by_reference(
 ) -> tuple[Tensor, Tensor]:
     """The definition: all keys that are seen, fetched at once."""
     rows = Rows(plan.packed)
-    exchange = plan.exchange(options.window, q.device)
-    keys, values = (rows.back(Fetch.apply(rows.first(x), exchange)) for x in (k, v))
+    # As one tensor, so that gradients of both go home, on every rank, whatever the loss reads.
+    fetched = Fetch.apply(rows.first(torch.cat((k, v), -1)), plan.exchange(options.window, q.device))
+    keys, values = rows.back(fetched).split((k.shape[-1], v.shape[-1]), -1)
     parts, places = [], []
-    for call in _calls(plan, options, rows.count(keys), q.device):
+    # A rank without tokens makes a call of none, so that it takes part in the others' backward.
+    for call in _calls(plan, options, rows.count(keys), q.device) or [nothing(plan.packed, q.device)]:
         parts.append(
             flash_attention(
                 rows.take(q, call.rows),
@@ -99,15 +111,12 @@ def _by_reference(
             )
         )
         places.append(rows.numbers(call.rows, q.device))
-    if not parts:
-        # Nothing is here; what was fetched takes part, for gradients are exchanged too.
-        o = q.new_zeros((*q.shape[:-1], v.shape[-1])) + 0 * (keys.sum() + values.sum() + q.sum())
-        return o, q.new_zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]))
     back = torch.argsort(torch.cat(places))
     o = torch.cat([o for o, _ in parts], rows.axis).index_select(rows.axis, back)
     return o, torch.cat([lse for _, lse in parts], -1).index_select(-1, back)
 
 
+@torch.inference_mode(False)
 def _calls(plan: ContextPlan, options: Options, key_rows: int, device: torch.device) -> list[Call]:
     key = "gathered", options.window, device
     if key not in plan.calls:
@@ -180,13 +189,28 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Those of local q, k and v; this rank's part of dsinks."""
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        plan, options = ctx.plan, ctx.options
-        do, dlse = gradients
+        return *Once.apply(Gathered.differentiate, ctx.plan, ctx.options, *gradients, *ctx.saved_tensors), None, None
+
+    @staticmethod
+    def differentiate(
+        plan: ContextPlan,
+        options: Options,
+        do: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """The backward."""
         do = torch.zeros_like(o) if do is None else do
         rows, exchange = Rows(plan.packed), plan.exchange(options.window, q.device)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        # Parts of many calls are summed up.
+        wide_sinks = None if sinks is None else sinks.float()
+        dsinks = None if wide_sinks is None else torch.zeros_like(wide_sinks)
         going: tuple[Heads, list[Pending]] | None = None
 
         def arrive() -> None:
@@ -196,13 +220,13 @@ class Gathered(torch.autograd.Function):
 
         for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
             some = [None if x is None else x[..., heads.queries, :] for x in (dq, do, q, o, dlse, lse)]
-            some_sinks = [None if x is None else x[heads.queries] for x in (sinks, dsinks)]
+            some_sinks = [None if x is None else x[heads.queries] for x in (wide_sinks, dsinks)]
             parts = _differentiate(plan, options, some, here, some_sinks)
             arrive()
             going = heads, [exchange.bring_home(rows.first(part)) for part in parts]
             parts.clear()
         arrive()
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
 def _attend(

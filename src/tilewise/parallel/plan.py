@@ -42,6 +42,8 @@ class ContextPlan:
         local_cu_seqlens: int32 offsets of the local tokens of each packed sequence; None where dense.
     """
 
+    # Its tensors are saved for backwards, wherever they are made.
+    @torch.inference_mode(False)
     def __init__(
         self,
         group: Any,
@@ -53,8 +55,6 @@ class ContextPlan:
     ) -> None:
         self.group = _process_group(group)
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ValueError("this process is not in the group: make a ContextPlan on the group's own ranks alone")
         if method not in ("all_gather", "ring"):
             raise ValueError(f"method is {method!r}: expected 'all_gather' or 'ring'")
         self.method = method
@@ -73,6 +73,11 @@ class ContextPlan:
         sequence = torch.searchsorted(bounds, mine, right=True) - 1
         self.position_ids = (mine - bounds[sequence]).to(self.device)
         self.local_cu_seqlens = torch.searchsorted(mine, bounds).to(self.device, torch.int32) if self.packed else None
+        sequences = f"{len(self.lengths)} packed sequences" if self.packed else f"seq_len {self.tokens}"
+        # Another assignment or other offsets have another number.
+        digest = hashlib.blake2b(repr(self.offsets).encode(), digest_size=4)
+        digest.update(self._owner.numpy().tobytes())
+        self._described = f"plan {digest.hexdigest()} of {sequences}, {method}"
         self._exchanges: dict[tuple[tuple[int, int] | None, torch.device], Exchange] = {}
         self._rows: dict[torch.device, Tensor] = {}
         self._agreed: set[str] = set()
@@ -80,8 +85,7 @@ class ContextPlan:
         self.calls: dict[tuple[Any, ...], list[Call]] = {}
 
     def __repr__(self) -> str:
-        what = f"{len(self.offsets) - 1} packed sequences" if self.packed else f"seq_len {self.tokens}"
-        return f"ContextPlan(rank {self.rank} of {self.world}, {what}, {self.local_tokens} here, {self.method})"
+        return f"ContextPlan(rank {self.rank} of {self.world}, {self.local_tokens} tokens here: {self._described})"
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a tensor that every rank holds whole. The gradient is partial: this rank's in its
@@ -89,21 +93,22 @@ class ContextPlan:
         """
         if x.shape[dim] != self.tokens:
             raise ValueError(f"x has {x.shape[dim]} tokens in axis {dim}: the plan is for {self.tokens}")
-        if x.device not in self._rows:
-            self._rows[x.device] = self._tokens[self.rank].to(x.device)
-        return x.index_select(dim, self._rows[x.device])
+        return x.index_select(dim, self._mine(x.device))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor on every rank, from all ranks' local ones. Its gradients are summed over the ranks."""
         dim %= x.dim()
         self.check_local(x, "x", dim)
-        self.agree(f"unshard of {[*x.shape[:dim], 'tokens', *x.shape[dim + 1 :]]} {x.dtype}", x.device)
+        shape = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
+        differentiated = torch.is_grad_enabled() and x.requires_grad
+        self.agree(f"unshard of {shape} {x.dtype}{', differentiated' if differentiated else ''}", x.device)
         return Fetch.apply(x.transpose(0, dim), self.exchange(None, x.device)).transpose(0, dim)
 
     def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Output and LSE of flash_attention's `parallel=`: local tensors, over the whole sequences."""
         if self.world == 1:
-            o, lse = flash_attention(q, k, v, **options, cu_seqlens_q=self.local_cu_seqlens, return_lse=True)
+            cu = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
+            o, lse = flash_attention(q, k, v, **options, cu_seqlens_q=cu, return_lse=True)
             return o, lse
         return attend(self, q, k, v, **options)
 
@@ -119,6 +124,7 @@ class ContextPlan:
         """The keys that a rank's queries see under a window, in ranges that do not touch."""
         return join([reach(one, self.lengths[one.sequence], *window) for one in self.segments[rank]])
 
+    @torch.inference_mode(False)
     def exchange(self, window: tuple[int, int] | None, device: torch.device) -> Exchange:
         """Of the keys that each rank's queries see under a window; None: of all tokens."""
         key = window, device
@@ -130,6 +136,12 @@ class ContextPlan:
             self._exchanges[key] = Exchange(self.group, self.rank, self._owner, self._tokens, needs, device)
         return self._exchanges[key]
 
+    @torch.inference_mode(False)
+    def _mine(self, device: torch.device) -> Tensor:
+        if device not in self._rows:
+            self._rows[device] = self._tokens[self.rank].to(device)
+        return self._rows[device]
+
     def _numbers(self, ranges: list[Range]) -> Tensor:
         begins = [self.offsets[one.sequence] for one in ranges]
         parts = [torch.arange(x + one.start, x + one.stop) for x, one in zip(begins, ranges, strict=True)]
@@ -139,10 +151,9 @@ class ContextPlan:
         """Raise on every rank where they are not about to do the same: once for each kind of call."""
         if call in self._agreed:
             return
-        text = f"{call}; plan of {self.offsets if len(self.offsets) < 10 else len(self.offsets)}, {self.method}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8)
-        digest.update(self._owner.numpy().tobytes())
-        mine = torch.tensor([int.from_bytes(digest.digest(), "big", signed=True)], device=device)
+        text = f"{call}; {self._described}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         with explained():
             dist.all_gather(all_of_them, mine, group=self.group)
@@ -162,6 +173,9 @@ def _process_group(group: Any) -> Any:
             names = group.mesh_dim_names or ()
             raise ValueError(f"the mesh has {group.ndim} dimensions: give one of them, mesh[name] (got names {names})")
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        # What torch's new_group gives to a process that is not one of its ranks.
+        raise ValueError("this process is not in the group: make a ContextPlan on the group's own ranks alone")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}: expected a process group or one dimension of a DeviceMesh")
     return group
@@ -169,9 +183,12 @@ def _process_group(group: Any) -> Any:
 
 def _device(given: Any, group: Any) -> torch.device:
     """Where a plan's own tensors are."""
-    name = (
-        given.device_type if isinstance(given, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    )
+    if isinstance(given, DeviceMesh):
+        name = given.device_type
+    else:
+        # get_backend is "undefined" where torch chose one for each kind of device.
+        on_gpus = "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+        name = "cuda" if on_gpus else "cpu"
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
@@ -182,6 +199,8 @@ def _offsets(seq_len: int | None, cu_seqlens: Tensor | None) -> list[int]:
         if not isinstance(seq_len, int) or seq_len < 0:
             raise ValueError(f"seq_len is {seq_len!r}: expected a number of tokens")
         return [0, seq_len]
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}: expected a tensor of offsets [B + 1]")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not len(cu_seqlens):
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected offsets [B + 1] in int32 or int64"
@@ -197,11 +216,16 @@ def _owner(balance: Balance | Tensor, offsets: list[int], world: int) -> Tensor:
         if balance not in ("head_tail", "contiguous"):
             raise ValueError(f"balance is {balance!r}: expected 'head_tail', 'contiguous' or a tensor of ranks")
         return assign(offsets, world, balance)
+    if not isinstance(balance, Tensor):
+        raise TypeError(
+            f"balance is a {type(balance).__name__}: expected 'head_tail', 'contiguous' or a tensor of ranks"
+        )
     if balance.dtype != torch.int64 or tuple(balance.shape) != (offsets[-1],):
         raise ValueError(
             f"balance is {balance.dtype} {list(balance.shape)}: expected each token's rank, int64 [{offsets[-1]}]"
         )
-    owner = balance.cpu()
+    # A copy: the caller may change the tensor afterwards.
+    owner = balance.to("cpu", copy=True)
     if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < world:
         raise ValueError(f"balance has ranks {int(owner.min())} to {int(owner.max())}: expected 0 to {world - 1}")
     return owner

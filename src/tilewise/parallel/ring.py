@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tilewise.ops.flash.api import flash_backward, flash_forward
 from tilewise.parallel.calls import Call, calls, met
-from tilewise.parallel.exchange import explained
+from tilewise.parallel.exchange import Once, explained
 from tilewise.parallel.rows import Rows
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Passing:
         return self.received
 
 
+@torch.inference_mode(False)
 def _calls(plan: ContextPlan, options: Options, source: int, device: torch.device) -> list[Call]:
     key = "ring", options.window, source, device
     if key not in plan.calls:
@@ -104,9 +105,22 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Those of local q, k and v; this rank's part of dsinks."""
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        plan, options = ctx.plan, ctx.options
-        do, dlse = gradients
+        return *Once.apply(Ring.differentiate, ctx.plan, ctx.options, *gradients, *ctx.saved_tensors), None, None
+
+    @staticmethod
+    def differentiate(
+        plan: ContextPlan,
+        options: Options,
+        do: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """The backward."""
         do = torch.zeros_like(o) if do is None else do
         rows = Rows(plan.packed)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -139,7 +153,7 @@ class Ring(torch.autograd.Function):
                     total.add_(part)
         arrive()
         dsinks = None if sinks is None else _of_sinks(sinks, o, lse, do, dlse)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
