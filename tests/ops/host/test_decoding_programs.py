@@ -1,10 +1,11 @@
-"""Steps of decoding over an NSACache by programs, as on a GPU: they give what plans give."""
+"""Steps of decoding by programs, as on a GPU: they give what plans give, and refuse what the checks refuse."""
 
 import pytest
 import torch
+from decode_calls import dense
 from runtime_problems import ON_GPU
 
-from tilewise import NSACache, nsa_decode_step
+from tilewise import NSACache, flash_attention_with_kvcache, nsa_decode_step
 from tilewise.ops.nsa.cached import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ON_GPU, reason="kernels are interpreted here")]
@@ -50,3 +51,15 @@ def test_steps_by_programs(compress, pages, programmed, on_the_cpu, monkeypatch)
         assert torch.equal(a, b)
     # A step of one token is what the step before was.
     assert len(programmed) < 4 * (3 if compress is None else 4)
+
+
+def test_a_number_without_room_is_refused_by_programs_too(programmed):
+    """The host knows it: a program that served a smaller one must not serve it."""
+    call = dense("cpu", lengths=(20, 20), room=32, new=2)
+    for number in (20, 30):
+        flash_attention_with_kvcache(**call | {"cache_seqlens": number}, backend="triton")
+    before = call["k_cache"].clone()
+    with pytest.raises(ValueError, match="cache_seqlens is 31 and 2 tokens come: the cache has room for 32"):
+        flash_attention_with_kvcache(**call | {"cache_seqlens": 31}, backend="triton")
+    assert torch.equal(call["k_cache"].nan_to_num(9.0), before.nan_to_num(9.0))
+    assert programmed

@@ -12,6 +12,7 @@ from tilewise.ops.flash.cpu import Options
 from tilewise.ops.flash.decode import cpu, reference
 from tilewise.ops.flash.decode.checks import (
     check_entries,
+    check_length,
     check_new,
     check_no_gradient,
     check_tensors,
@@ -186,6 +187,8 @@ def _prepare(
             check_entries(x, what, q.device, batch)
     if table is not None:
         check_entries(table, "page_table", q.device, batch, "[B, P]")
+    if lengths is None:
+        check_length(k_cache, table, at, 0 if k is None else k.shape[1])
     if sinks is not None:
         checks.check_sinks(sinks, q, backend)
     if scale is None:

@@ -86,6 +86,13 @@ def check_new(
             )
 
 
+def check_length(k: torch.Tensor, table: torch.Tensor | None, at: int, new: int) -> None:
+    """One length for all entries, which the host knows: there is room for `new` tokens behind it."""
+    room = room_of(k, table)
+    if at + new > room:
+        raise ValueError(f"cache_seqlens is {at} and {new} tokens come: the cache has room for {room}")
+
+
 def check_values(
     k: torch.Tensor,
     lengths: torch.Tensor | None,
@@ -99,8 +106,6 @@ def check_values(
     """
     room = room_of(k, table)
     checked = [x for x in (lengths, leftpad, table) if x is not None and checks.values_are_checked(x)]
-    if lengths is None and added > room:
-        raise ValueError(f"cache_seqlens is {added - new} and {new} tokens come: the cache has room for {room}")
     if not checked:
         return
     batch = checked[0].shape[0]
