@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from gluon_language_kernels import refused_kernel, talks_kernel
+from gluon_language_kernels import arrange_kernel, refused_kernel, talks_kernel
 
-from tilewise import interpreter
+from tilewise import flash_attention, interpreter
 from tilewise._gluon.faults import KernelFaultError
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="kernels are compiled here")
@@ -38,3 +38,12 @@ def test_what_a_kernel_may_not_do(how, says):
 def test_prints(capsys):
     talks_kernel[(2,)](torch.tensor([3], dtype=torch.int32))
     assert capsys.readouterr().out.splitlines() == ["of 4", "pid (0, 0, 0) found: 3", "pid (1, 0, 0) found: 3"]
+
+
+def test_the_language_is_itself_after_other_kernels_have_run():
+    """Triton's interpreter leaves functions of its own in the language's place."""
+    x = torch.ones(1, 1, 1, 16)
+    flash_attention(x, x, x, backend="triton")
+    found = torch.zeros(128, dtype=torch.int32)
+    arrange_kernel[(1,)](torch.arange(128, dtype=torch.int32), found, "ravel")
+    assert torch.equal(found, torch.arange(128, dtype=torch.int32))

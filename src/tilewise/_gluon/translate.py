@@ -149,6 +149,7 @@ def translate(value: Any, name: str = "") -> Any:
     """What a kernel's code sees in place of a value."""
     if isinstance(value, tl.constexpr):
         return value.value
+    value = _own(value)
     found = FUNCTIONS.get(id(value))
     if found is not None:
         return found
@@ -168,6 +169,13 @@ def translate(value: Any, name: str = "") -> Any:
     if callable(value) and _is_of_language(value):
         return _missing(name or getattr(value, "__name__", str(value)))
     return value
+
+
+def _own(value: Any) -> Any:
+    """The language's own function where Triton's interpreter has put another in its place, and left it there."""
+    if getattr(value, "__module__", None) != "triton.runtime.interpreter":
+        return value
+    return (getattr(value, "__kwdefaults__", None) or {}).get("member", value)
 
 
 def _is_of_language(value: Any) -> bool:
