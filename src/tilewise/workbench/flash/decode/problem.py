@@ -139,7 +139,9 @@ class Decode(Problem):
         return dict.fromkeys(("q", "o", "lse"), "cu_seqlens_q") if self.queries else {}
 
     def elsewhere(self, inputs: Tensors) -> Iterator[tuple[str, tuple[Tensors, ...]]]:
-        """Caches of more room, other pages, new keys that came in two calls."""
+        """Caches of more room, other pages, new keys that came in two calls: with strides as they were, for other
+        kernels may take other ones.
+        """
         names = ("k_cache", "v_cache")
         if self.page:
             order = torch.arange(len(inputs["k_cache"]), device=inputs["q"].device).flip(0)
@@ -148,12 +150,12 @@ class Decode(Problem):
             moved = torch.where(table < 0, table, len(order) - 1 - table)
             wide = torch.nn.functional.pad(moved, (0, 20), value=-1)
             yield "in other pages, of a wider table", (inputs | pools | {"page_table": wide},)
-        else:
+        elif self.layout == "plain":
             more = {
                 name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 0, 0, 300), value=torch.nan) for name in names
             }
             yield "in caches of more room", (inputs | more,)
-        if self.new > 1 and not self.number:
+        if self.new > 1 and not self.number and self.layout == "plain":
             old = {name: inputs[name].clone() for name in names}
             one, rest = ({name: inputs[name][:, at] for name in "kv"} for at in (slice(1), slice(1, None)))
             longer = {"cache_seqlens": inputs["cache_seqlens"] + 1}
