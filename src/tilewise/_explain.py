@@ -120,7 +120,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """What a call of one of tilewise's operators would run. Nothing runs, and no value of a tensor is read.
 
     Args:
-        function: `flash_attention` or another operator for training; the decoding step has no kernels of its own.
+        function: `flash_attention`, `flash_attention_with_kvcache` or another operator; not `nsa_decode_step`, which is
+            seven launches whatever it is called with.
         args, kwargs: what it would be called with. The backward is explained where a tensor requires a gradient, for
             an incoming gradient that is contiguous. Tensors on the `meta` device are taken to be on an H100 (sm_90);
             `explaining_on` chooses another architecture. `gate_model` of `hstu_attention_with_bsa` is not called: its

@@ -192,6 +192,11 @@ BAD_CACHES |= {
         ValueError,
         "k_pages is on meta and the cache is on cpu",
     ),
+    "pages-expanded": (
+        paging(k_pages=torch.ones(1, 16, 2, 8).expand(3, -1, -1, -1)),
+        ValueError,
+        r"k_pages is expanded, with strides \[0, 16, 8, 1\]: .*; give k_pages.contiguous\(\)",
+    ),
     "pages-differ": (
         paging(v_pages=torch.ones(2, 16, 2, 5)),
         ValueError,
@@ -212,6 +217,14 @@ BAD_CACHES |= {
 def test_bad_caches(changes, error, message):
     with pytest.raises(error, match=message):
         NSACache(**{"batch": 2, "max_len": 9, "kv_heads": 2, "D": 8, "Dv": 5} | SMALL | changes)
+
+
+def test_an_append_of_fp64_is_the_reference_s():
+    """Kernels would take means in fp32."""
+    cache, tensors = make_cache(), draw()
+    with pytest.raises(TypeError, match="the cache is torch.float64: backend 'cpu' takes"):
+        cache.append(tensors["k"], tensors["v"], backend="cpu")
+    assert cache.lengths.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ class NSACache:
         counts = check_new(self.stored, k, v, counts)
         # fp64 is for the reference alone.
         backend = resolve_backend(backend or ("reference" if self.dtype == torch.float64 else None), self.device)
+        if backend != "reference":
+            checks.check_not_fp64(self.stored.k, "the cache", backend)
         steps.write(self.stored, self.sizes, self.compress, k, v, counts, backend)
         # Last, so that a compression that raises leaves the cache as it was.
         steps.commit(self.stored, k.shape[1], counts, backend)

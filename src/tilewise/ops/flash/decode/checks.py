@@ -79,11 +79,16 @@ def check_new(
                 f"{name} has shape {list(x.shape)}: expected {list(expected)}, the new tokens of each entry with the"
                 f" heads and channels of {name}_cache"
             )
-        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True)):
-            raise ValueError(
-                f"{name}_cache is expanded, with strides {list(cache.stride())}: what is written for one entry or head"
-                f" would be another's too; give {name}_cache.contiguous()"
-            )
+        check_written(cache, f"{name}_cache")
+
+
+def check_written(cache: torch.Tensor, name: str) -> None:
+    """A cache or a pool that is written holds each row once."""
+    if any(stride == 0 and size > 1 for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True)):
+        raise ValueError(
+            f"{name} is expanded, with strides {list(cache.stride())}: what is written for one entry or head would be"
+            f" another's too; give {name}.contiguous()"
+        )
 
 
 def check_length(k: torch.Tensor, table: torch.Tensor | None, at: int, new: int) -> None:

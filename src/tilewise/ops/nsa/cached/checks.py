@@ -3,7 +3,7 @@
 import torch
 
 from tilewise.ops._host import checks
-from tilewise.ops.flash.decode.checks import PAGE_MULTIPLE, check_entries, check_pages
+from tilewise.ops.flash.decode.checks import PAGE_MULTIPLE, check_entries, check_pages, check_written
 from tilewise.ops.nsa.cached.stored import Stored
 
 
@@ -99,6 +99,7 @@ def check_pools(
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} and the cache is on {device}: move it there")
         checks.check_last_axis(x, name)
+        check_written(x, name)
     if v_pages.shape[:2] != k_pages.shape[:2]:
         raise ValueError(
             f"k_pages and v_pages must have the same pages (got shapes"
