@@ -51,7 +51,11 @@ def test_the_simulated_splits_make_the_reference(options, given):
             ("--causal", "--head", "1", "--program", "2", "--seq-blocks", "3", "--dtype", "fp32"),
             ("19 values", "7 values"),
         ),
-        (("--seq-blocks", "17", "--block-n", "16", "--block-m", "32"), ("18 values", "11 values in 2 steps")),
+        pytest.param(
+            ("--seq-blocks", "17", "--block-n", "16", "--block-m", "32"),
+            ("18 values", "11 values in 2 steps"),
+            marks=pytest.mark.slow,
+        ),
         (("--seq-blocks", "1", "--block-n", "64"), ("19 values in 2 steps",)),
         (("--kernel-index", "2"), ("18 values in 2 steps", "7 values")),
     ],

@@ -9,21 +9,20 @@ from tilewise.verify.every_config import Request, run_entries
 from tilewise.workbench.flash.decode.configs import entries
 
 ENTRIES = entries()
-# Interpreted, these take less than a second each.
+# Interpreted, these take less than a second each; one of each width and dtype is slow, the others are nightly.
 QUICK = ("step-fp32-d32-16x32", "step-bf16-d64-64x64")
+
+
+def marks(entry):
+    if entry.short.startswith(QUICK) or torch.cuda.is_available():
+        return ()
+    return pytest.mark.slow if entry.config.block_m == configs.FEWEST_ROWS else pytest.mark.nightly
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "number",
-    [
-        pytest.param(
-            i,
-            id=entry.short,
-            marks=() if entry.short.startswith(QUICK) or torch.cuda.is_available() else pytest.mark.slow,
-        )
-        for i, entry in enumerate(ENTRIES)
-    ],
+    [pytest.param(i, id=entry.short, marks=marks(entry)) for i, entry in enumerate(ENTRIES)],
 )
 def test_every_configuration_agrees(number):
     (line, right), *_ = run_entries(Request("flash-decode", kernel=number, small=True))

@@ -261,7 +261,7 @@ def test_what_depends_on_other_sequences_is_found():
     assert selected.results[0].findings[0].status == NOT_JUDGED
 
 
-@pytest.mark.parametrize("config", ["splits-pages", "leftpad"])
+@pytest.mark.parametrize("config", ["splits-pages", pytest.param("leftpad", marks=pytest.mark.slow)])
 def test_attention_over_a_cache_depends_on_an_entry_alone(config):
     assert wrong(plan(workbench.find("flash-decode"), None, [config], ["bf16"], Settings(), uses=["invariance"])) == []
 

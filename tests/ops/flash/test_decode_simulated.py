@@ -19,7 +19,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SUITE.hopper[1:]]
 
 
 @pytest.mark.parametrize("case", [SUITE.hopper[0], *SLOW])
-@pytest.mark.parametrize("use", ["", pytest.param("invariance", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use", ["", pytest.param("invariance", marks=pytest.mark.nightly)])
 def test_its_cases(case, use):
     """Bit for bit too, whatever is around an entry."""
     before = interpreter.simulated()
