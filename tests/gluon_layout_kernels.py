@@ -185,3 +185,15 @@ def threads_copy_kernel(x, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.
     load_async(tile, x + places)
     async_copy.commit_group()
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def pointers_kernel(x, LAYOUT: gl.constexpr):
+    """Tiles of pointers are given another layout and shape, as others are: x is doubled."""
+    places = x + gl.arange(0, 16)[:, None] * 64 + gl.arange(0, 64)[None, :]
+    upper = gl.set_auto_layout(places, LAYOUT)
+    gl.store(upper, gl.load(upper) * 2)
+    rows = gl.expand_dims(x + 1024 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)) * 64, 1)
+    columns = rows.broadcast_to([16, 64]) + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    lower = gl.permute(columns, [1, 0])
+    gl.store(lower, gl.load(lower) * 2)

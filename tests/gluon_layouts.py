@@ -16,6 +16,7 @@ from gluon_aggregate_kernels import state_kernel, tuples_kernel, wrong_kernel
 from gluon_layout_kernels import (
     copy_kernel,
     dot_kernel,
+    pointers_kernel,
     shared_kernel,
     threads_copy_kernel,
     tile_kernel,
@@ -181,6 +182,8 @@ CASES: dict[str, Case] = {
     "linear tile": tile(False, [256], spread(LANES)),
     "linear tile of few lanes": tile(True, [256], spread(LANES[:-1])),
     "accumulator": tile(False, [64, 64], MMA, dtype=F32),
+    "accumulator of three axes": tile(False, [2, 64, 64], gl.NVMMADistributedLayout([2, 0], [1, 4, 1], [1, 16, 8])),
+    "accumulator of three axes by two": tile(True, [2, 64, 64], gl.NVMMADistributedLayout([2, 0], [1, 4, 1], [16, 8])),
     "accumulator of no version": tile(True, [64, 64], gl.NVMMADistributedLayout([4, 0], [4, 1], [16, 64, 16])),
     "accumulator of no width": tile(True, [64, 64], gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 12, 16])),
     "accumulator of other warps": tile(True, [64, 64], gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])),
@@ -214,6 +217,7 @@ CASES: dict[str, Case] = {
     "broadcast": tile(False, [64, 1], TILE, ("broadcast", [64, 64])),
     "broadcast to more axes": tile(True, [64], ROW, ("broadcast", [64, 64])),
     "broadcast of two columns": tile(True, [64, 2], TILE, ("broadcast", [64, 64])),
+    "pointers": Case(pointers_kernel, {"LAYOUT": TILE}, False),
     "gather": tile(False, [64, 64], TILE, ("gather", [32, 64], TILE)),
     "gather of fewer columns": tile(True, [64, 64], TILE, ("gather", [64, 32], TILE)),
     # Products of warpgroups.

@@ -32,6 +32,12 @@ def test_what_the_simulation_refuses(name):
     assert Path(raised.value.lines[-1][0].file).name == "gluon_layout_kernels.py"
 
 
+def test_tiles_of_pointers():
+    case, x = CASES["pointers"], torch.arange(2048, dtype=torch.int32)
+    case.kernel[(1,)](x, **case.arguments)
+    assert torch.equal(x, torch.arange(0, 4096, 2, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("every", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)])
 def test_what_the_compiler_refuses(every):
     refused = run_compiling(Path(gluon_layouts.__file__), every)

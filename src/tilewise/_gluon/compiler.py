@@ -189,7 +189,7 @@ def _answer(question: str, operands: tuple[Any, ...], warps: int, ctas: int) -> 
 
 def _check(layout: Any) -> None:
     """What Triton's code does not refuse but ends the process for."""
-    if isinstance(layout, gl.SliceLayout | gl.DotOperandLayout):
+    if isinstance(layout, gl.SliceLayout):
         _check(layout.parent)
     if isinstance(layout, gl.DistributedLinearLayout):
         reached = {(0,) * len(layout.shape)}
@@ -197,14 +197,21 @@ def _check(layout: Any) -> None:
             reached |= {tuple(map(operator.xor, place, basis)) for place in reached}
         if len(reached) != math.prod(layout.shape):
             raise ValueError(f"its bases reach {len(reached)} elements of {math.prod(layout.shape)}")
-    if isinstance(layout, gl.DotOperandLayout) and layout.k_width & (layout.k_width - 1):
-        raise ValueError(f"k_width is {layout.k_width}: expected a power of two")
+    if isinstance(layout, gl.DotOperandLayout):
+        if layout.k_width & (layout.k_width - 1):
+            raise ValueError(f"k_width is {layout.k_width}: expected a power of two")
+        # Of the accumulator it is the warps alone that matter.
+        if isinstance(layout.parent, gl.NVMMADistributedLayout) and layout.parent.version[0] not in (2, 3):
+            raise ValueError(f"an operand of version {layout.parent.version}: expected [2, 0] or, of Hopper, [3, 0]")
     if isinstance(layout, gl.NVMMADistributedLayout):
-        version, shape = list(layout.version), list(layout.instr_shape)
-        if version not in ([2, 0], [3, 0]):
-            raise ValueError(f"version {version} of NVMMADistributedLayout: expected [2, 0] or, of Hopper, [3, 0]")
-        if len(shape) - 2 not in range(version[0] - 1) or any(n < 8 or n & (n - 1) for n in shape[:2]):
-            expected = "[16, 8]" if version[0] == 2 else "[16, n, k]"
+        version, shape, rank = list(layout.version), list(layout.instr_shape), len(layout.warps_per_cta)
+        if version[0] not in (2, 3) or (version[0] == 3 and rank != 2):
+            message = f"version {version} of NVMMADistributedLayout, of {rank} axes: expected [2, 0]"
+            raise ValueError(f"{message} or, of Hopper and of two axes, [3, 0]")
+        # Hopper's ends with K.
+        sizes = shape[-2:] if version[0] == 2 else shape[:2]
+        if len(shape) < rank or (version[0] == 2 and len(shape) > rank) or any(n < 8 or n & (n - 1) for n in sizes):
+            expected = f"{[1] * (rank - 2) + [16, 8]}" if version[0] == 2 else "[16, n, k]"
             raise ValueError(f"instr_shape {shape} of version {version}: expected {expected}, powers of two from 8 on")
 
 

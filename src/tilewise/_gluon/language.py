@@ -16,9 +16,9 @@ from tilewise._gluon.leaving_out import DEPTH, Study, synchronises
 from tilewise._gluon.order import Barrier, current
 from tilewise._gluon.products import dot_fma
 from tilewise._gluon.scans import REDUCING
-from tilewise._gluon.shapes import SHAPING
+from tilewise._gluon.shapes import SHAPING, of_pointers_too
 from tilewise._gluon.shared import Shared, allocated
-from tilewise._gluon.values import Pointer, Tile, cast, compute, expand_dims, placed, plain, torch_dtype
+from tilewise._gluon.values import Pointer, Tile, cast, compute, placed, plain, torch_dtype
 
 # Of a Hopper SM, that a CTA can have.
 SHARED_BYTES = 227 * 1024
@@ -366,11 +366,8 @@ LANGUAGE: dict[str, Any] = {
     "full_like": full_like,
     "to_tensor": lambda x: x if isinstance(x, Tile) else Tile(x),
     "cast": cast,
-    "convert_layout": convert_layout,
-    "expand_dims": expand_dims,
-    "set_auto_layout": set_auto_layout,
-    "reshape": lambda x, *shape, can_reorder=False: x.reshape(*shape),
-    "permute": lambda x, *order: x.permute(*order),
+    "convert_layout": of_pointers_too(convert_layout),
+    "set_auto_layout": of_pointers_too(set_auto_layout),
     "where": where,
     "maximum": _extremum(torch.fmax, max),
     "minimum": _extremum(torch.fmin, min),

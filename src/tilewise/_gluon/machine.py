@@ -287,6 +287,8 @@ class Machine:
             if getattr(value, "padding", "zero") != "zero":
                 raise KernelFaultError("not simulated", f"a descriptor's padding by {value.padding}")
             base = self._given(value.base)
+            if getattr(value, "round_f32_to_tf32", False):
+                raise KernelFaultError("not simulated", "a descriptor that rounds fp32 to tf32")
             if hasattr(value, "pixel_box_lower_corner"):
                 return Im2Col(base, value)
             return Descriptor(base, value.shape, value.strides, value.block_shape, value.layout)

@@ -1,13 +1,15 @@
 """Tiles put together, taken apart and looked up."""
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilewise._gluon.compiler import ask, tile_type
 from tilewise._gluon.faults import KernelFaultError, executed
-from tilewise._gluon.values import Tile, common_layout, inferred, placed, plain
+from tilewise._gluon.values import Pointer, Tile, common_layout, expand_dims, inferred, placed, plain
 
 
 def broadcast(x: Any, y: Any) -> tuple[Tile, Tile]:
@@ -71,10 +73,26 @@ def histogram(input: Any, num_bins: Any, mask: Any = None, layout: Any = None) -
     return Tile(torch.bincount(numbers, minlength=bins).int(), placed((bins,), layout))
 
 
+def of_pointers_too(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a tile that gives it another shape or layout, of tiles of pointers as well."""
+
+    @functools.wraps(function)
+    def call(x: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(x, Pointer):
+            return function(x, *arguments, **named)
+        tile = function(Tile(x.offset, x.layout), *arguments, **named)
+        return Pointer(x.memory, x.extent, tile.data, tile.layout)
+
+    return call
+
+
 SHAPING: dict[str, Any] = {
     "broadcast": broadcast,
-    "broadcast_to": broadcast_to,
-    "trans": trans,
+    "broadcast_to": of_pointers_too(broadcast_to),
+    "expand_dims": of_pointers_too(expand_dims),
+    "reshape": of_pointers_too(lambda x, *shape, can_reorder=False: x.reshape(*shape)),
+    "permute": of_pointers_too(lambda x, *order: x.permute(*order)),
+    "trans": of_pointers_too(trans),
     "join": join,
     "split": split,
     "gather": gather,

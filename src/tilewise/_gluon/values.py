@@ -389,6 +389,11 @@ class Pointer:
         tile = Tile(self.offset, self.layout)[index]
         return Pointer(self.memory, self.extent, tile.data, tile.layout)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            return functools.partial(METHODS[name], self)
+        raise AttributeError(name)
+
     def touched(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The offsets, and which of them are accessed (None: all); an access outside of the tensor is a fault."""
         offset = torch.as_tensor(self.offset, dtype=torch.int64)
