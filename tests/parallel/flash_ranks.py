@@ -92,10 +92,11 @@ def twice_where_there_is_no_such_derivative(group, method):
 
 
 def inferring_then_training(group):
-    """One plan serves both."""
-    with torch.inference_mode():
-        plan = ContextPlan(group, cu_seqlens=torch.tensor([0, 9, 20]))
-        whole = torch.randn(20, 2, 8)
+    """One plan serves both, whatever the default device is when it is made."""
+    whole = torch.randn(20, 2, 8)
+    cu = torch.tensor([0, 9, 20])
+    with torch.inference_mode(), torch.device("meta"):
+        plan = ContextPlan(group, cu_seqlens=cu)
         x = plan.shard(whole, 0)
         plan.unshard(flash_attention(x, x, x, causal=True, parallel=plan, backend="reference"), 0)
     whole = torch.randn(20, 2, 8).requires_grad_()

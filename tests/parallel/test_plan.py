@@ -6,9 +6,11 @@ import pytest
 import torch
 from parallel import plan_ranks
 from processes import processes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.parallel import ContextPlan
-from tilewise.parallel.assignment import assign
+from tilewise.parallel.assignment import assign, everything, needed, sums
+from tilewise.parallel.exchange import Exchange
 from tilewise.parallel.plan import _device
 
 
@@ -28,7 +30,8 @@ def test_tokens_go_where_the_plan_says_and_come_back(world, options):
     found = processes().run(plan_ranks.pieces, world, options)
     offsets = options["cu_seqlens"].tolist() if "cu_seqlens" in options else [0, options["seq_len"]]
     balance = options.get("balance", "head_tail")
-    owner = assign(offsets, world, balance) if isinstance(balance, str) else balance
+    runs = assign(torch.tensor(offsets), world, balance)
+    owner = runs.ranks.repeat_interleave(runs.stops - runs.starts)
     whole = torch.arange(offsets[-1] * 6.0).reshape(3, -1, 2)
     position = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(offsets)])
     sequence = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(itertools.pairwise(offsets))])
@@ -48,9 +51,36 @@ def test_tokens_go_where_the_plan_says_and_come_back(world, options):
 def test_head_tail_is_level_under_a_causal_mask(world):
     """Within 2 % from 128 tokens a rank on."""
     for length in (128 * world, 128 * world + 77, 1000 * world + 13):
-        owner = assign([0, length], world, "head_tail")
-        work = torch.zeros(world, dtype=torch.int64).index_add_(0, owner, torch.arange(1, length + 1))
+        runs = assign(torch.tensor([0, length]), world, "head_tail")
+        # A token sees itself and those before it.
+        keys = (runs.stops * (runs.stops + 1) - runs.starts * (runs.starts + 1)) // 2
+        work = sums(keys, runs.ranks, world)
         assert work.max() <= 1.02 * length * (length + 1) / 2 / world
+
+
+class Counting(TorchDispatchMode):
+    """Calls of torch's operators, and the elements of what they return."""
+
+    calls = elements = 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+        found = function(*arguments, **(named or {}))
+        self.calls += 1
+        self.elements += found.numel() if isinstance(found, torch.Tensor) else 0
+        return found
+
+
+def test_a_plan_is_made_in_a_few_steps_of_its_tokens():
+    """It is made once a batch: no loop over sequences or ranks."""
+    tokens, world = 100_000, 64
+    bounds = torch.arange(51) * 2000
+    with Counting() as made:
+        runs = assign(bounds, world, "head_tail")
+        counts = sums(runs.stops - runs.starts, runs.ranks, world).tolist()
+        for needs in (everything(tokens, world), needed(runs, bounds, -1, 0), needed(runs, bounds, 4095, 0)):
+            Exchange(None, 3, counts, runs, needs, torch.device("cpu"))
+    assert made.calls < 600
+    assert made.elements < 100 * tokens
 
 
 def test_one_dimension_of_a_mesh():

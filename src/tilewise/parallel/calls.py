@@ -9,7 +9,26 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.parallel.assignment import Range, Segment, reach
+from tilewise.parallel.assignment import numbers
+
+
+class Segment(NamedTuple):
+    """Tokens of one sequence that stand side by side, in it and on their rank: positions `start .. stop`, from local
+    row `row` on.
+    """
+
+    sequence: int
+    start: int
+    stop: int
+    row: int
+
+
+class Range(NamedTuple):
+    """Positions `start .. stop` of a sequence."""
+
+    sequence: int
+    start: int
+    stop: int
 
 
 class Pair(NamedTuple):
@@ -63,24 +82,18 @@ def pair(segment: Segment, keys: Range, key_row: int, left: int, right: int) -> 
     )
 
 
-def gathered(
-    segments: Sequence[Segment], needs: Sequence[Range], lengths: Sequence[int], window: tuple[int, int]
-) -> list[list[Pair]]:
+def gathered(segments: Sequence[Segment], needs: Sequence[Range], window: tuple[int, int]) -> list[list[Pair]]:
     """Each segment with all keys that it sees, of `needs` row by row: lists of pairs of which no two are of one
     sequence.
     """
-    rows: dict[int, list[tuple[Range, int]]] = {}
-    row = 0
-    for one in needs:
-        rows.setdefault(one.sequence, []).append((one, row))
-        row += one.stop - one.start
     found = []
+    i = row = 0
     for segment in segments:
-        seen = reach(segment, lengths[segment.sequence], *window)
-        for one, at in rows.get(segment.sequence, []):
-            if one.start <= seen.start and seen.stop <= one.stop:
-                found.append(pair(segment, one, at, *window))
-                break
+        # Both ascend. All that a segment sees is in the range that it is in itself.
+        while needs[i].sequence < segment.sequence or needs[i].stop <= segment.start:
+            row += needs[i].stop - needs[i].start
+            i += 1
+        found.append(pair(segment, needs[i], row, *window))
     return _one_a_sequence(found)
 
 
@@ -119,7 +132,8 @@ def calls(lists: Sequence[list[Pair]], packed: bool, key_rows: int, device: torc
                 rows, keys = slice(one.row, one.row + one.queries), slice(one.key_row, one.key_row + one.keys)
                 yield Call(rows, keys, None, None, left, right)
             continue
-        of_queries = torch.cat([torch.arange(one.row, one.row + one.queries) for one in pairs])
+        first = torch.tensor([one.row for one in pairs])
+        of_queries = numbers(first, first + torch.tensor([one.queries for one in pairs]))
         # Between the keys of two pairs others may lie: they are a sequence without queries.
         cu_q, cu_k = [0], [0]
         for one in pairs:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tilewise.parallel.assignment import Ranges, Runs, meet, numbers, sums
+
 Tensor = torch.Tensor
 # Its name since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,28 +57,31 @@ class Exchange:
         self,
         group: Any,
         rank: int,
-        owner: Tensor,
-        tokens: Sequence[Tensor],
-        needs: Sequence[Tensor],
+        counts: Sequence[int],
+        runs: Runs,
+        needs: Ranges,
         device: torch.device,
     ) -> None:
-        self._group, self._rank, self._world = group, rank, len(tokens)
-        local = torch.empty_like(owner)
-        for here in tokens:
-            local[here] = torch.arange(len(here))
-        needed = needs[rank]
-        of = owner[needed]
-        # Rows of this rank that each other one needs, and where in what it gets from each the rows that this one needs
-        # are.
-        sent = [local[need[owner[need] == rank]] for need in needs]
-        self._sent = torch.cat(sent).to(device)
-        self._sends = [len(rows) for rows in sent]
-        came = torch.argsort(of, stable=True)
+        self._group, self._rank, self._world = group, rank, len(counts)
+        self._count, self._most = counts[rank], max(counts)
+        # Rows of this rank that each other one needs.
+        sent = meet(runs.on(rank), needs)
+        self._sent = numbers(sent.rows, sent.rows + sent.counts).to(device)
+        self._sends: list[int] = sums(sent.counts, sent.ranks, self._world).tolist()
+        # Where in what this rank needs those are that it gets from each.
+        here = meet(runs, needs.of(rank))
+        order = torch.argsort(here.owners, stable=True)
+        stops = here.counts.cumsum(0)
+        came = numbers((stops - here.counts)[order], stops[order])
         self._came = came.to(device)
-        self._receives = [int((of == other).sum()) for other in range(self._world)]
-        self._count, self._most = len(tokens[rank]), max(map(len, tokens))
-        self._gathers = 2 * sum(map(len, needs)) >= self._world * len(owner)
-        place = of * self._most + local[needed] if self._gathers else torch.argsort(came)
+        self._receives: list[int] = sums(here.counts, here.owners, self._world).tolist()
+        self._gathers = 2 * int((needs.stops - needs.starts).sum()) >= self._world * sum(counts)
+        if self._gathers:
+            rows = here.owners * self._most + here.rows
+            place = numbers(rows, rows + here.counts)
+        else:
+            place = torch.empty_like(came)
+            place[came] = torch.arange(len(came))
         self._place = place.to(device)
 
     def fetch(self, x: Tensor) -> Pending:

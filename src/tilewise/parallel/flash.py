@@ -12,6 +12,7 @@ from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
 from tilewise.ops.flash.api import flash_attention, flash_backward, flash_forward
 from tilewise.parallel import ring
+from tilewise.parallel.assignment import planning
 from tilewise.parallel.calls import Call, calls, gathered, nothing
 from tilewise.parallel.exchange import Fetch, Once, Pending
 from tilewise.parallel.rows import Rows
@@ -116,12 +117,11 @@ def _by_reference(
     return o, torch.cat([lse for _, lse in parts], -1).index_select(-1, back)
 
 
-@torch.inference_mode(False)
+@planning
 def _calls(plan: ContextPlan, options: Options, key_rows: int, device: torch.device) -> list[Call]:
     key = "gathered", options.window, device
     if key not in plan.calls:
-        mine = plan.segments[plan.rank]
-        lists = gathered(mine, plan.needs(plan.rank, options.window), plan.lengths, options.window)
+        lists = gathered(plan.segments(plan.rank), plan.needs(options.window), options.window)
         plan.calls[key] = list(calls(lists, plan.packed, key_rows, device))
     return plan.calls[key]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.ops.flash.api import flash_attention
-from tilewise.parallel.assignment import Balance, Range, assign, join, reach, segments_of
-from tilewise.parallel.calls import Call
+from tilewise.parallel.assignment import Balance, assign, everything, needed, numbers, planning, sums
+from tilewise.parallel.calls import Call, Range, Segment
 from tilewise.parallel.exchange import Exchange, Fetch, explained
 from tilewise.parallel.flash import attend
 
@@ -42,8 +42,7 @@ class ContextPlan:
         local_cu_seqlens: int32 offsets of the local tokens of each packed sequence; None where dense.
     """
 
-    # Its tensors are saved for backwards, wherever they are made.
-    @torch.inference_mode(False)
+    @planning
     def __init__(
         self,
         group: Any,
@@ -61,25 +60,27 @@ class ContextPlan:
         self.packed = cu_seqlens is not None
         self.offsets = _offsets(seq_len, cu_seqlens)
         self.tokens = self.offsets[-1]
-        self.lengths = [b - a for a, b in itertools.pairwise(self.offsets)]
-        self._owner = _owner(balance, self.offsets, self.world)
-        self._tokens = [(self._owner == rank).nonzero().flatten() for rank in range(self.world)]
-        self.segments = [segments_of(tokens, self.offsets) for tokens in self._tokens]
+        self._bounds = torch.tensor(self.offsets)
+        self._runs = assign(self._bounds, self.world, _check_balance(balance, self.tokens, self.world))
         self.device = _device(group, self.group)
-        mine = self._tokens[self.rank]
-        self.counts = [len(tokens) for tokens in self._tokens]
-        self.local_tokens = len(mine)
-        bounds = torch.tensor(self.offsets)
-        sequence = torch.searchsorted(bounds, mine, right=True) - 1
-        self.position_ids = (mine - bounds[sequence]).to(self.device)
-        self.local_cu_seqlens = torch.searchsorted(mine, bounds).to(self.device, torch.int32) if self.packed else None
-        sequences = f"{len(self.lengths)} packed sequences" if self.packed else f"seq_len {self.tokens}"
+        self.counts: list[int] = sums(self._runs.stops - self._runs.starts, self._runs.ranks, self.world).tolist()
+        self.local_tokens = self.counts[self.rank]
+        mine = self._runs.on(self.rank)
+        begins = self._bounds[mine.sequences]
+        self.position_ids = numbers(mine.starts - begins, mine.stops - begins).to(self.device)
+        self.local_cu_seqlens = None
+        if self.packed:
+            lengths = sums(mine.stops - mine.starts, mine.sequences + 1, len(self.offsets))
+            self.local_cu_seqlens = lengths.cumsum(0).to(self.device, torch.int32)
+        sequences = f"{len(self.offsets) - 1} packed sequences" if self.packed else f"seq_len {self.tokens}"
         # Another assignment or other offsets have another number.
         digest = hashlib.blake2b(repr(self.offsets).encode(), digest_size=4)
-        digest.update(self._owner.numpy().tobytes())
+        for x in (self._runs.starts, self._runs.ranks):
+            digest.update(x.numpy().tobytes())
         self._described = f"plan {digest.hexdigest()} of {sequences}, {method}"
         self._exchanges: dict[tuple[tuple[int, int] | None, torch.device], Exchange] = {}
         self._rows: dict[torch.device, Tensor] = {}
+        self._segments: dict[int, list[Segment]] = {}
         self._agreed: set[str] = set()
         # The calls of attention that make up this rank's part, by what they depend on.
         self.calls: dict[tuple[Any, ...], list[Call]] = {}
@@ -120,32 +121,38 @@ class ContextPlan:
                 f" plan holds {self.local_tokens}; use plan.shard"
             )
 
-    def needs(self, rank: int, window: tuple[int, int]) -> list[Range]:
-        """The keys that a rank's queries see under a window, in ranges that do not touch."""
-        return join([reach(one, self.lengths[one.sequence], *window) for one in self.segments[rank]])
+    def segments(self, rank: int) -> list[Segment]:
+        """A rank's tokens."""
+        if rank not in self._segments:
+            runs = self._runs.on(rank)
+            begins = self._bounds[runs.sequences]
+            columns = runs.sequences, runs.starts - begins, runs.stops - begins, runs.rows
+            self._segments[rank] = [Segment(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+        return self._segments[rank]
 
-    @torch.inference_mode(False)
+    def needs(self, window: tuple[int, int]) -> list[Range]:
+        """The keys that this rank's queries see under a window, in ranges that do not touch."""
+        ranges = needed(self._runs, self._bounds, *window).of(self.rank)
+        begins = self._bounds[ranges.sequences]
+        columns = ranges.sequences, ranges.starts - begins, ranges.stops - begins
+        return [Range(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+
+    @planning
     def exchange(self, window: tuple[int, int] | None, device: torch.device) -> Exchange:
         """Of the keys that each rank's queries see under a window; None: of all tokens."""
         key = window, device
         if key not in self._exchanges:
-            if window is None:
-                needs = [torch.arange(self.tokens)] * self.world
-            else:
-                needs = [self._numbers(self.needs(rank, window)) for rank in range(self.world)]
-            self._exchanges[key] = Exchange(self.group, self.rank, self._owner, self._tokens, needs, device)
+            all_tokens = everything(self.tokens, self.world)
+            needs = all_tokens if window is None else needed(self._runs, self._bounds, *window)
+            self._exchanges[key] = Exchange(self.group, self.rank, self.counts, self._runs, needs, device)
         return self._exchanges[key]
 
-    @torch.inference_mode(False)
+    @planning
     def _mine(self, device: torch.device) -> Tensor:
         if device not in self._rows:
-            self._rows[device] = self._tokens[self.rank].to(device)
+            mine = self._runs.on(self.rank)
+            self._rows[device] = numbers(mine.starts, mine.stops).to(device)
         return self._rows[device]
-
-    def _numbers(self, ranges: list[Range]) -> Tensor:
-        begins = [self.offsets[one.sequence] for one in ranges]
-        parts = [torch.arange(x + one.start, x + one.stop) for x, one in zip(begins, ranges, strict=True)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
     def agree(self, call: str, device: torch.device) -> None:
         """Raise on every rank where they are not about to do the same: once for each kind of call."""
@@ -211,21 +218,19 @@ def _offsets(seq_len: int | None, cu_seqlens: Tensor | None) -> list[int]:
     return offsets
 
 
-def _owner(balance: Balance | Tensor, offsets: list[int], world: int) -> Tensor:
+def _check_balance(balance: Balance | Tensor, tokens: int, world: int) -> Balance | Tensor:
     if isinstance(balance, str):
         if balance not in ("head_tail", "contiguous"):
             raise ValueError(f"balance is {balance!r}: expected 'head_tail', 'contiguous' or a tensor of ranks")
-        return assign(offsets, world, balance)
+        return balance
     if not isinstance(balance, Tensor):
         raise TypeError(
             f"balance is a {type(balance).__name__}: expected 'head_tail', 'contiguous' or a tensor of ranks"
         )
-    if balance.dtype != torch.int64 or tuple(balance.shape) != (offsets[-1],):
+    if balance.dtype != torch.int64 or tuple(balance.shape) != (tokens,):
         raise ValueError(
-            f"balance is {balance.dtype} {list(balance.shape)}: expected each token's rank, int64 [{offsets[-1]}]"
+            f"balance is {balance.dtype} {list(balance.shape)}: expected each token's rank, int64 [{tokens}]"
         )
-    # A copy: the caller may change the tensor afterwards.
-    owner = balance.to("cpu", copy=True)
-    if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < world:
-        raise ValueError(f"balance has ranks {int(owner.min())} to {int(owner.max())}: expected 0 to {world - 1}")
-    return owner
+    if tokens and not 0 <= int(balance.min()) <= int(balance.max()) < world:
+        raise ValueError(f"balance has ranks {int(balance.min())} to {int(balance.max())}: expected 0 to {world - 1}")
+    return balance.cpu()

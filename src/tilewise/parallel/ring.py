@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.ops.flash.api import flash_backward, flash_forward
+from tilewise.parallel.assignment import planning
 from tilewise.parallel.calls import Call, calls, met
 from tilewise.parallel.exchange import Once, explained
 from tilewise.parallel.rows import Rows
@@ -45,11 +46,11 @@ class Passing:
         return self.received
 
 
-@torch.inference_mode(False)
+@planning
 def _calls(plan: ContextPlan, options: Options, source: int, device: torch.device) -> list[Call]:
     key = "ring", options.window, source, device
     if key not in plan.calls:
-        lists = met(plan.segments[plan.rank], plan.segments[source], options.window)
+        lists = met(plan.segments(plan.rank), plan.segments(source), options.window)
         plan.calls[key] = list(calls(lists, plan.packed, plan.counts[source], device))
     return plan.calls[key]
 
