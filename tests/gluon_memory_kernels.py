@@ -115,3 +115,20 @@ def reinterpreted_kernel(half, out, HOW: gl.constexpr):
         part.store(i)
         mbarrier.wait(bars.index(0), 0)
     gl.store(out + i, part.load(layout))
+
+
+@gluon.jit
+def places_kernel(x, out, HOW: gl.constexpr):
+    """Elements looked up in shared memory, and put there, by indices along an axis: out is x with its rows reversed,
+    and then with its columns.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    places = rows * 32 + columns
+    memory = gl.allocate_shared_memory(gl.int32, [16, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    memory.store(gl.load(x + places))
+    turned = memory.gather((16 if HOW == "outside" else 15) - rows + columns * 0, axis=0)
+    gl.store(out + places, turned)
+    memory.scatter(turned, 31 - columns + rows * 0, axis=1)
+    gl.store(out + 512 + places, memory.load(layout))

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gluon_kernels import COLUMNS, ROWS, descriptor, tiles
-from gluon_memory_kernels import columns_kernel, descriptor_of, halves_kernel, reinterpreted_kernel
+from gluon_memory_kernels import columns_kernel, descriptor_of, halves_kernel, places_kernel, reinterpreted_kernel
 from triton.experimental.gluon import language as gl
 
 from tilewise import interpreter
@@ -100,3 +100,13 @@ def test_bytes_that_are_reinterpreted():
     for row in range(HALF):
         for chunk in range(8):
             assert torch.equal(found[row, chunk ^ row % 8], expected[row, chunk])
+
+
+@pytest.mark.skipif(not hasattr(gl.shared_memory_descriptor, "gather"), reason="Triton 3.6 has no gather")
+def test_elements_by_their_places():
+    x, out = torch.arange(512, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    places_kernel[(1,)](x, out, "")
+    turned = x.view(16, 32).flip(0)
+    assert torch.equal(out.view(2, 16, 32), torch.stack([turned, turned.flip(1)]))
+    with pytest.raises(KernelFaultError, match="out of bounds: places 1 to 16 of 16 in shared memory"):
+        places_kernel[(1,)](x, out, "outside")

@@ -135,6 +135,8 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "allocate_shared_memory": lambda s, dtype, shape, layout: s.allocate_shared(dtype, list(shape), layout, None),
     "load": lambda s, smem, layout: s.shared_load(smem, layout),
     "store": lambda s, smem, x: s.shared_store(smem, x),
+    "gather of shared memory": lambda s, *of: s.shared_gather(*of),
+    "scatter to shared memory": lambda s, *of: s.shared_scatter(*of),
     "index": lambda s, smem: s.memdesc_index(smem, 0),
     "slice": lambda s, *of: s.memdesc_slice(*of),
     "permute of shared memory": lambda s, smem, order: s.memdesc_trans(smem, list(order)),

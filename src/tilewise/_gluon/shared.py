@@ -165,6 +165,32 @@ class Shared(View):
         agent.stored += [part.check_write(agent.number, agent.time) for part in self.parts]
         self.data.copy_(data)
 
+    def gather(self, indices: Any, axis: Any) -> Tile:
+        """By the partition's threads, at each index of an axis what lies there."""
+        places, number = self._places(indices, axis)
+        ask("gather of shared memory", self.kind, tile_type(indices), number)
+        for part in self.parts:
+            part.check_read()
+        show_read(self)
+        return Tile(self.data.gather(number, places), indices.layout)
+
+    def scatter(self, values: Any, indices: Any, axis: Any) -> None:
+        """The other way round."""
+        places, number = self._places(indices, axis)
+        ask("scatter to shared memory", self.kind, tile_type(values), tile_type(indices), number)
+        agent = current()
+        agent.stored += [part.check_write(agent.number, agent.time) for part in self.parts]
+        self.data.scatter_(number, places, plain(values))
+
+    def _places(self, indices: Any, axis: Any) -> tuple[torch.Tensor, int]:
+        places, number = plain(indices).long(), operator.index(axis)
+        if not -len(self.shape) <= number < len(self.shape):
+            raise KernelFaultError("refused", f"axis {number} of {self.shape} in shared memory", executed())
+        if bool(((places < 0) | (places >= self.shape[number])).any()):
+            message = f"places {int(places.min())} to {int(places.max())} of {self.shape[number]} in shared memory"
+            raise KernelFaultError("out of bounds", message, executed())
+        return places, number
+
     def _keep_alive(self) -> None:
         """Nothing is freed before the CTA ends."""
 
