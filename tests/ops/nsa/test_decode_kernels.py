@@ -336,6 +336,21 @@ def test_a_window_s_splits_fit_their_room():
                 assert -(-seen // chunk) <= parts.splits
 
 
+def test_inside_torch_compile_it_runs_as_it_stands(device):
+    """Between two graphs: kernels are no operators of torch's, and a graph would not know what they change."""
+    tensors = draw(kv_heads=1, heads=2)
+    eager, compiled = (make_cache(device, tensors) for _ in range(2))
+
+    def doubled(new, cache):
+        cache.append(new["k"], new["v"], backend="triton")
+        return 2 * nsa_decode_step(**new, cache=cache, backend="triton")
+
+    for i in range(2):
+        new = put(rows(tensors, [n + i for n in LENGTHS], 1), device)
+        assert torch.equal(torch.compile(doubled, backend="aot_eager")(new, compiled), doubled(new, eager))
+    assert torch.equal(compiled.lengths, eager.lengths)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
 @pytest.mark.parametrize("pages", [0, 64], ids=["dense", "paged"])
 def test_a_captured_step_replays_with_other_lengths(device, pages):

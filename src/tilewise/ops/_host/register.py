@@ -399,3 +399,18 @@ def autocasting(function: Function) -> Function:
             return function(*map(cast, arguments), **{name: cast(x) for name, x in named.items()})
 
     return call  # type: ignore[return-value]
+
+
+def uncompiled(function: Function) -> Function:
+    """Inside torch.compile, call `function` as it stands, between two graphs: it launches kernels itself, and what it
+    changes no schema says.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        # Not as a decorator, which would import the compiler together with tilewise.
+        return torch.compiler.disable(function)(*arguments, **named)
+
+    return call  # type: ignore[return-value]

@@ -7,6 +7,7 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.register import uncompiled
 from tilewise.ops.nsa.cached import reference, steps
 from tilewise.ops.nsa.cached.checks import check_new, check_pools
 from tilewise.ops.nsa.cached.steps import Compress
@@ -135,6 +136,7 @@ class NSACache:
         """Whole windows in this many tokens."""
         return window_count(tokens, self.compress_size, self.compress_stride)
 
+    @uncompiled
     @torch.no_grad()
     def append(
         self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, *, backend: str | None = None

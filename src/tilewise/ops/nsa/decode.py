@@ -4,7 +4,7 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
-from tilewise.ops._host.register import autocasting
+from tilewise.ops._host.register import autocasting, uncompiled
 from tilewise.ops.nsa.cache import NSACache
 from tilewise.ops.nsa.cached import steps
 from tilewise.ops.nsa.cached.checks import autocasts, check_new
@@ -12,6 +12,7 @@ from tilewise.ops.nsa.cached.checks import autocasts, check_new
 __all__ = ["NSACache", "nsa_decode_step"]
 
 
+@uncompiled
 @torch.no_grad()
 def nsa_decode_step(
     q: torch.Tensor,
@@ -52,7 +53,8 @@ def nsa_decode_step(
 
     Decoding passes no gradient, whatever its inputs require; train with native_sparse_attention. With `triton` the host
     waits for nothing, and a step of a few tokens is seven launches, so that it can be captured in a CUDA graph: replay
-    it with new tokens in the same tensors, and the cache goes on. A learned compression adds its own launches.
+    it with new tokens in the same tensors, and the cache goes on. A learned compression adds its own launches. Inside
+    torch.compile it runs as it stands, between two graphs.
 
     A token that comes to a full sequence is a ValueError, and the cache stays as it was, where values are checked: on
     the CPU always, on a GPU with TILEWISE_CHECK=1. Elsewhere it is not stored, its output is 0, and `cache.check()`
