@@ -24,6 +24,10 @@ SCRIPT, FRONT_END = TESTS / "compile_every_kernel.py", TESTS / "pass_front_end.p
 MYTORCH = TESTS.parent / "packages" / "mytorch"
 
 
+# Launched before one of Hopper's own.
+FOR_HOPPER = {"flash_prefill_offsets_kernel"}
+
+
 def kernels(project: Path) -> set[str]:
     """Names of what is launched, as the sources of a distribution have them."""
     sources = (path.read_text() for path in (project / "src").rglob("*.py"))
@@ -49,7 +53,7 @@ def test_every_kernel_compiles_for_hopper():
 @pytest.mark.parametrize("architecture", [80, 100])
 def test_the_portable_kernels_compile_for_other_cards(architecture):
     found = compiled(architecture, (*operators(), "probe"))
-    assert found == {name for name in kernels(TESTS.parent) if "_hopper_" not in name}
+    assert found == {name for name in kernels(TESTS.parent) if "_hopper_" not in name} - FOR_HOPPER
 
 
 def test_every_launch_of_verify_passes_the_front_end():
@@ -62,7 +66,9 @@ def test_every_launch_of_verify_passes_the_front_end():
     silu = tuple(name for name in names if "hstu" in name or "bsa" in name)
     others = tuple(name for name in names if name not in nsa + silu)
     found = compiled(90, nsa, silu, others, script=FRONT_END)
-    assert kernels(TESTS.parent) - found == {"probe_mixed_widths_kernel"}
+    # A step of sparse decoding is no operator of verify's: it is compiled above, with pages and without.
+    decoding = {name for name in kernels(TESTS.parent) if name.startswith("nsa_cached_")}
+    assert kernels(TESTS.parent) - found - decoding == {"probe_mixed_widths_kernel"}
 
 
 def test_every_kernel_of_mytorch_compiles():
@@ -76,4 +82,4 @@ def test_every_operator_is_right(operator):
     problem = workbench.find(operator).load("suite").find("small").problem
     names = {comparison.name for comparison in result.comparisons}
     assert names & set(problem.outputs), "the forward"
-    assert names & {"dq", "dfq"}, "the backward"
+    assert names & {"dq", "dfq"} or not problem.differentiable, "the backward"
