@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from decode_calls import clones, dense, paged
 
 from tilewise import flash_attention, flash_attention_with_kvcache
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash.decode import configs, launch
+from tilewise.ops.flash.decode.kernels import Entry, Rule, Shape, split_keys
 
 # By the triton backend, short entries have several splits too.
 SPLITS = {"num_splits": 3}
@@ -205,6 +208,28 @@ def splits_of(queries, group, kv_heads, keys):
     chunk = max(-(-keys // most), configs.LEAST_KEYS, rows * configs.KEYS_A_ROW)
     chunk = -(-chunk // 64) * 64
     return max(1, -(-keys // chunk))
+
+
+@triton.jit
+def one_split(ends, n_queries, n_keys, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
+    splits = split_keys(n_queries, Entry(0, 0, n_keys), left, SHAPE, RULE)
+    tl.store(ends, splits.low)
+    tl.store(ends + 1, splits.low + splits.chunk)
+    tl.store(ends + 2, splits.count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [64, 65, 1_047_000, 2**20 - 1])
+def test_the_split_of_a_long_prefill_ends_behind_its_keys(device, queries):
+    """64 query heads a KV head behind 10 million keys: rows of queries times keys do not fit 32 bits."""
+    ends = torch.zeros(3, dtype=torch.int64, device=device)
+    shape = Shape(*[None] * len(Shape._fields))._replace(BLOCK_N=64, GROUP=64)
+    rule = Rule(None, configs.SPLIT_TOKENS, 1, configs.WORK, configs.LEAST_KEYS, configs.KEYS_A_ROW)
+    one_split[(1,)](ends, queries, 10**7, 1000, shape, rule)
+    low, high, count = ends.tolist()
+    assert low <= 10**7 - queries - 1000 < low + 64
+    assert 10**7 <= high < 10**7 + 2**28
+    assert count == 1
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 1), (4, 8), (7, 3), (128, 1), (1, 600)])

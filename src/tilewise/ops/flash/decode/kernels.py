@@ -137,7 +137,8 @@ def split_keys(n_queries, keys, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
     if left is not None:
         low = tl.minimum(tl.maximum(low, keys.end - n_queries - left), keys.end)
     low = low // BLOCK_N * BLOCK_N
-    rows = n_queries * SHAPE.GROUP
+    # Of more queries, which are not split, as many would overflow below.
+    rows = tl.minimum(n_queries, RULE.TOKENS) * SHAPE.GROUP
     if RULE.GIVEN is not None:
         most = rows * 0 + RULE.GIVEN
         least = rows * 0 + BLOCK_N
