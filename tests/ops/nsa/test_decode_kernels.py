@@ -336,6 +336,24 @@ def test_a_window_s_splits_fit_their_room():
                 assert -(-seen // chunk) <= parts.splits
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_lengths_set_back_forget_tokens(backend, device):
+    """Drafts that were refused, with the windows that they had made whole."""
+    tensors, drafts = draw(kv_heads=1, heads=2), draw(tokens=6, seed=1, kv_heads=1, heads=2)
+    straight, tried = (make_cache(device, tensors) for _ in range(2))
+    tried.append(drafts["k"].to(device), drafts["v"].to(device), backend=backend)
+    lengths = tried.lengths
+    tried.lengths -= torch.tensor([5, 6, 4], device=device)
+    assert tried.lengths is lengths
+    assert tried.lengths.tolist() == [59, 0, 19]
+    tried.lengths = straight.lengths
+    assert tried.lengths is lengths
+    for i in range(2):
+        new = put(rows(tensors, [n + i for n in LENGTHS], 1), device)
+        o = [nsa_decode_step(**new, cache=cache, backend=backend) for cache in (straight, tried)]
+        assert torch.equal(*o)
+
+
 def test_inside_torch_compile_it_runs_as_it_stands(device):
     """Between two graphs: kernels are no operators of torch's, and a graph would not know what they change."""
     tensors = draw(kv_heads=1, heads=2)

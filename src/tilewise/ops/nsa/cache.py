@@ -104,8 +104,14 @@ class NSACache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each sequence, int64 `[B]`: the same tensor always."""
+        """Tokens of each sequence, int64 `[B]`: the same tensor always. Set back, the last tokens are forgotten."""
         return self.stored.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: torch.Tensor) -> None:
+        # `cache.lengths -= 2` comes here too, with the tensor itself.
+        if lengths is not self.stored.lengths:
+            self.stored.lengths.copy_(lengths)
 
     @property
     def k(self) -> torch.Tensor:
