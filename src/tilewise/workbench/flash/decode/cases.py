@@ -32,7 +32,7 @@ CASES = (
     _case("full", "not causal", lengths=(33, 1), T=4, new=4, H=2, causal=False),
     _case("number", "one length for all, as a number", lengths=(33, 33), new=1, H=2, number=True),
     _case("splits", "3 splits of 2 to 4 tiles of 128 keys, T 2", lengths=(500, 130, 7), T=2, new=1, H=2, D=8, splits=3),
-    _case("own-splits", "1300 keys, which are split by themselves", lengths=(1300, 515), H=2, Hk=1, D=8),
+    _case("own-splits", "1030 keys, which are split by themselves", lengths=(1030, 3), H=2, Hk=1, D=8),
     _case(
         "splits-pages",
         "4 splits of keys in pages of 16, T 3, softcap",
@@ -258,13 +258,14 @@ def draw(draw: Callable[[Any], Any], longest: int) -> Decode:
 SUITE = Suite(
     Decode,
     CASES,
-    growth=Decode(lengths=(256,), T=8, new=8, H=1),
+    # A prefill: a matrix of its scores would grow as T².
+    growth=Decode(lengths=(0,), T=128, new=128, H=1),
     # Of two splits each, that follow its own length.
-    use=Decode(lengths=(300, 0, 140), T=2, new=2, H=2, Hk=1, page=16, splits=2),
+    use=Decode(lengths=(150, 0, 70), T=2, new=2, H=2, Hk=1, D=8, page=16, splits=2),
     draw=draw,
     cheap_to_use=True,
     mutants=planted.DECODE + planted.INVARIANCE + planted.HOPPER,
     hopper=("prefill-sinks-72", "prefill-leftpad-72", "prefill-300"),
     leave_out=("lengths=300/250,T=200,H=4,D=64", "lengths=40,T=300,H=4,D=64,causal=false"),
-    dear=("many-splits-pages", "splits", "leftpad-splits", "packed-own-splits"),
+    dear=("many-splits-pages", "splits", "leftpad-splits", "packed-own-splits", "prefill"),
 )
