@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_calls import clones, dense, paged
 
-from tilewise import flash_attention, flash_attention_with_kvcache, interpreter
+from tilewise import explain, explaining_on, flash_attention, flash_attention_with_kvcache, interpreter
 from tilewise.ops._host import backend
 from tilewise.ops._host.launching import capture
 from tilewise.ops.flash.decode import launch
@@ -135,6 +135,20 @@ def test_what_it_leaves_to_the_portable_kernels(device):
     assert kernels({name: x.float() if x.is_floating_point() else x for name, x in call.items()}) == portable
     assert kernels(call, num_splits=2)[-1] == "flash_decode_merge_kernel"
     assert len(kernels(call, num_splits=1)) == 2
+
+
+def test_explain_says_why_not(device):
+    call, _ = a_call(device)
+
+    def reasons(call, **options):
+        with explaining_on(90):
+            return explain(flash_attention_with_kvcache, **call, **options, backend="triton").reasons
+
+    assert reasons(call) == ()
+    assert reasons(call | {"q": call["q"][:, :64]}) == ()
+    apart = {name: call[name][:, :145] for name in ("k_cache", "v_cache")}
+    assert reasons(call | apart) == ("forward: entries of the keys do not follow one another: portable kernels",)
+    assert reasons(paged(call)) == ("forward: keys in pages: portable kernels",)
 
 
 def test_lengths_out_of_range_read_nothing_outside(device):

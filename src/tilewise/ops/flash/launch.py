@@ -31,7 +31,7 @@ from tilewise.ops.flash.decode import configs as decode_configs
 from tilewise.ops.flash.decode import launch as decode_launch
 from tilewise.ops.flash.kernels.bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel, flash_bwd_prepare_kernel
 from tilewise.ops.flash.kernels.fwd import flash_fwd_kernel
-from tilewise.ops.flash.route import why_not_hopper
+from tilewise.ops.flash.route import portable_instead, why_not_hopper
 from tilewise.ops.flash.sinks import add_parts, make_parts
 
 if gluon.AVAILABLE:
@@ -144,10 +144,6 @@ def _why_pointers(
     return why_pointers(q=inputs.q, k=inputs.k, v=inputs.v, **dict(zip(("do",), gradients, strict=False)))
 
 
-def _portable(why_not: str) -> str:
-    return f"{why_not}: portable kernels"
-
-
 def plan_forward(
     inputs: Inputs, config: Config | None = None, taps: Taps | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +162,7 @@ def plan_forward(
     if why_not is None:
         launched = hopper_launch.forward_launch(inputs, o, lse)
     else:
-        note(q, _portable, why_not)
+        note(q, portable_instead, why_not)
         launched = forward_launch(inputs, o, lse, config or _choose("fwd", inputs), taps)
     emit(q, launched)
     return o, lse
@@ -355,7 +351,7 @@ def plan_backward(
     why_not = "the tiles are given" if portable else _why_not_hopper_backward(inputs)
     if why_not is None:
         return hopper_launch.plan_backward(inputs, o, lse, do, dlse, hopper_launch.choose_order(inputs, deterministic))
-    note(q, _portable, why_not)
+    note(q, portable_instead, why_not)
     config_dkdv = config_dkdv or _choose_dkdv(inputs, do)
     config_dq = config_dq or _choose("dq", inputs, do)
     chunks = config_dkdv.chunks

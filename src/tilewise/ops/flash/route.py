@@ -41,6 +41,11 @@ def why_not_hopper(
     return reason
 
 
+def portable_instead(why_not: str) -> str:
+    """The same in a note about what a call launches."""
+    return f"{why_not}: portable kernels"
+
+
 def takes(direction: Direction, inputs: Inputs, *gradients: torch.Tensor) -> bool:
     """Whether the Hopper kernels run this call, which also reads `gradients`."""
     return why_not_hopper(direction, inputs, *gradients) is None

@@ -6,7 +6,7 @@ from tilewise.ops._device.blocks import Widths
 from tilewise.ops._device.records import Limits, Scales
 from tilewise.ops._host import backend
 from tilewise.ops._host.launching import Launch, batch_size, padded_channels, strided, tile_slots, tile_widths
-from tilewise.ops._host.program import Operation, emit
+from tilewise.ops._host.program import Operation, emit, note
 from tilewise.ops._host.symbol import plain
 from tilewise.ops.flash.decode import configs, prefill
 from tilewise.ops.flash.decode.configs import Config
@@ -21,6 +21,7 @@ from tilewise.ops.flash.decode.kernels import (
     flash_decode_kernel,
     flash_decode_merge_kernel,
 )
+from tilewise.ops.flash.route import portable_instead
 
 LOG2E = 1.4426950408889634
 
@@ -61,8 +62,11 @@ def plan_forward(inputs: Inputs, config: Config | None = None) -> tuple[torch.Te
     choose.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    if config is None and prefill.takes(inputs):
-        return prefill.plan_forward(inputs)
+    if config is None and prefill.is_long(inputs):
+        why_not = prefill.why_not(inputs)
+        if why_not is None:
+            return prefill.plan_forward(inputs)
+        note(q, portable_instead, why_not)
     queries, heads = q.shape[-3], q.shape[-2]
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], heads, queries), dtype=torch.float32)

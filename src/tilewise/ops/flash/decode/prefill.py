@@ -22,20 +22,20 @@ if gluon.AVAILABLE:
 KEYS = SHORT_KEYS + 1
 
 
-def takes(inputs: Inputs) -> bool:
-    """Whether this call is such a prefill."""
-    if inputs.cu_q is not None or inputs.table is not None or inputs.cu_k is not None or inputs.num_splits > 1:
-        return False
-    if inputs.q.shape[1] <= SPLIT_TOKENS or not all(_follow(x) for x in (inputs.q, inputs.k, inputs.v)):
-        return False
-    return why_not_hopper("forward", _packed(inputs), keys=KEYS) is None
+def is_long(inputs: Inputs) -> bool:
+    """Whether this call is a prefill that is not split."""
+    return inputs.cu_q is None and inputs.num_splits <= 1 and inputs.q.shape[1] > SPLIT_TOKENS
 
 
-def _follow(x: torch.Tensor) -> bool:
-    """Whether all entries' rows are one axis. Of a single entry the same is asked: what runs does not depend on the
-    batch.
-    """
-    return x.stride(0) == x.shape[1] * x.stride(1)
+def why_not(inputs: Inputs) -> str | None:
+    """Why Hopper's kernel does not take it; None where it does."""
+    if inputs.table is not None:
+        return "keys in pages"
+    for name, x in (("q", inputs.q), ("the keys", inputs.k), ("the values", inputs.v)):
+        # Of a single entry the same is asked: what runs does not depend on the batch.
+        if x.stride(0) != x.shape[1] * x.stride(1):
+            return f"entries of {name} do not follow one another"
+    return why_not_hopper("forward", _packed(inputs), keys=KEYS)
 
 
 def _packed(inputs: Inputs, cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None) -> FlashInputs:
