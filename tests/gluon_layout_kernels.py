@@ -18,16 +18,8 @@ from tilewise.ops._device.hopper.ring import thread_barrier, tma_load, tma_store
 # Names that Triton 3.9 has changed.
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 NONE = gl.constexpr(("none",))
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def reinterpreted(v, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return v.reinterpret(DTYPE, SHAPE, LAYOUT)
-else:
-
-    @gluon.jit
-    def reinterpreted(v, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return v._reinterpret(DTYPE, SHAPE, LAYOUT)
+# From Triton 3.9 on without the underscore.
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -45,7 +37,10 @@ def step(v, STEP: gl.constexpr):
     elif NAME == "reshape":
         r = v.reshape(STEP[1])
     elif NAME == "reinterpret":
-        r = reinterpreted(v, STEP[1], STEP[2], STEP[3])
+        if RENAMED:  # noqa: SIM108
+            r = v.reinterpret(STEP[1], STEP[2], STEP[3])
+        else:
+            r = v._reinterpret(STEP[1], STEP[2], STEP[3])
     elif NAME == "load":
         r = v.load(STEP[1])
     elif NAME == "convert":
