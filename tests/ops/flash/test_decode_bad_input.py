@@ -52,6 +52,11 @@ BAD = {
     "cache-full": (call(cache_seqlens=torch.tensor([20, 31])), ValueError, "entry 1 has length 31, and 2 come"),
     "number-too-large": (call(cache_seqlens=31), ValueError, "cache_seqlens is 31 and 2 tokens come: .* room for 32"),
     "number-negative": (call(cache_seqlens=-1), ValueError, "cache_seqlens is -1: expected a whole number of at least"),
+    "more-than-room": (
+        call(k=torch.zeros(2, 33, 2, 16), v=torch.zeros(2, 33, 2, 24)),
+        ValueError,
+        "^33 tokens come: the cache has room for 32",
+    ),
     "k-alone": (call(v=None), ValueError, "k is given without v: give both to append, or neither"),
     "v-alone": (call(k=None), ValueError, "v is given without k"),
     "new-shape": (

@@ -187,8 +187,7 @@ def _prepare(
             check_entries(x, what, q.device, batch)
     if table is not None:
         check_entries(table, "page_table", q.device, batch, "[B, P]")
-    if lengths is None:
-        check_length(k_cache, table, at, 0 if k is None else k.shape[1])
+    check_length(k_cache, table, at if lengths is None else None, 0 if k is None else k.shape[1])
     if sinks is not None:
         checks.check_sinks(sinks, q, backend)
     if scale is None:

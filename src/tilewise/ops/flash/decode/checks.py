@@ -91,11 +91,12 @@ def check_written(cache: torch.Tensor, name: str) -> None:
         )
 
 
-def check_length(k: torch.Tensor, table: torch.Tensor | None, at: int, new: int) -> None:
-    """One length for all entries, which the host knows: there is room for `new` tokens behind it."""
+def check_length(k: torch.Tensor, table: torch.Tensor | None, at: int | None, new: int) -> None:
+    """What the host knows: there is room for `new` tokens, behind `at` others where one number is given for all."""
     room = room_of(k, table)
-    if at + new > room:
-        raise ValueError(f"cache_seqlens is {at} and {new} tokens come: the cache has room for {room}")
+    if (0 if at is None else at) + new > room:
+        before = "" if at is None else f"cache_seqlens is {at} and "
+        raise ValueError(f"{before}{new} tokens come: the cache has room for {room}")
 
 
 def check_values(
