@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise import flash_attention
-from tilewise.parallel import ContextPlan, exchange, flash, ring
+from tilewise.parallel import ContextPlan, exchange, flash, parts
 
 
 def inputs(batch, tokens, heads, kv_heads, D, Dv, packed, dtype, seed=0):
@@ -178,15 +178,13 @@ def idle_kernels():
         seen.append(held())
         return *(nothing(x.shape, x.dtype) for x in (q, k, v)), None
 
-    before = flash.flash_forward, flash.flash_backward
-    for module in (flash, ring):
-        module.flash_forward = types.SimpleNamespace(call_checked=forward)
-        module.flash_backward = types.SimpleNamespace(call_checked=backward)
+    before = parts.flash_forward, parts.flash_backward
+    parts.flash_forward = types.SimpleNamespace(call_checked=forward)
+    parts.flash_backward = types.SimpleNamespace(call_checked=backward)
     try:
         yield seen
     finally:
-        for module in (flash, ring):
-            module.flash_forward, module.flash_backward = before
+        parts.flash_forward, parts.flash_backward = before
 
 
 @contextlib.contextmanager

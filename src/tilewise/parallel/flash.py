@@ -10,8 +10,8 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
-from tilewise.ops.flash.api import flash_attention, flash_backward, flash_forward
-from tilewise.parallel import ring
+from tilewise.ops.flash.api import flash_attention
+from tilewise.parallel import parts, ring
 from tilewise.parallel.assignment import planning
 from tilewise.parallel.calls import Call, calls, gathered, nothing
 from tilewise.parallel.exchange import Fetch, Once, Pending
@@ -93,10 +93,10 @@ def _by_reference(
     # As one tensor, so that gradients of both go home, on every rank, whatever the loss reads.
     fetched = Fetch.apply(rows.first(torch.cat((k, v), -1)), plan.exchange(options.window, q.device))
     keys, values = rows.back(fetched).split((k.shape[-1], v.shape[-1]), -1)
-    parts, places = [], []
+    results, places = [], []
     # A rank without tokens makes a call of none, so that it takes part in the others' backward.
     for call in _calls(plan, options, rows.count(keys), q.device) or [nothing(plan.packed, q.device)]:
-        parts.append(
+        results.append(
             flash_attention(
                 rows.take(q, call.rows),
                 rows.take(keys, call.keys),
@@ -113,8 +113,8 @@ def _by_reference(
         )
         places.append(rows.numbers(call.rows, q.device))
     back = torch.argsort(torch.cat(places))
-    o = torch.cat([o for o, _ in parts], rows.axis).index_select(rows.axis, back)
-    return o, torch.cat([lse for _, lse in parts], -1).index_select(-1, back)
+    o = torch.cat([o for o, _ in results], rows.axis).index_select(rows.axis, back)
+    return o, torch.cat([lse for _, lse in results], -1).index_select(-1, back)
 
 
 @planning
@@ -178,11 +178,15 @@ class Gathered(torch.autograd.Function):
         """Output and LSE of local queries."""
         ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
+        rows = Rows(plan.packed)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
         for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
-            some = o[..., heads.queries, :], lse[..., heads.queries, :], q[..., heads.queries, :]
-            _attend(plan, options, some, here, None if sinks is None else sinks[heads.queries])
+            some_sinks = None if sinks is None else sinks[heads.queries]
+            for call in _calls(plan, options, rows.count(here[0]), q.device):
+                o_part, lse_part = parts.attend(call, rows, options, q[..., heads.queries, :], here, some_sinks)
+                rows.put(o[..., heads.queries, :], call.rows, o_part)
+                rows.put_lse(lse[..., heads.queries, :], call.rows, lse_part)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         return o, lse
 
@@ -207,7 +211,8 @@ class Gathered(torch.autograd.Function):
         """The backward."""
         do = torch.zeros_like(o) if do is None else do
         rows, exchange = Rows(plan.packed), plan.exchange(options.window, q.device)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         # Parts of many calls are summed up.
         wide_sinks = None if sinks is None else sinks.float()
         dsinks = None if wide_sinks is None else torch.zeros_like(wide_sinks)
@@ -221,55 +226,10 @@ class Gathered(torch.autograd.Function):
         for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
             some = [None if x is None else x[..., heads.queries, :] for x in (dq, do, q, o, dlse, lse)]
             some_sinks = [None if x is None else x[heads.queries] for x in (wide_sinks, dsinks)]
-            parts = _differentiate(plan, options, some, here, some_sinks)
+            calls_here = _calls(plan, options, rows.count(here[0]), q.device)
+            found = parts.differentiate(calls_here, rows, options, some, here, some_sinks)
             arrive()
-            going = heads, [exchange.bring_home(rows.first(part)) for part in parts]
-            parts.clear()
+            going = heads, [exchange.bring_home(rows.first(gradient)) for gradient in found]
+            found.clear()
         arrive()
         return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
-
-
-def _attend(
-    plan: ContextPlan,
-    options: Options,
-    given: tuple[Tensor, Tensor, Tensor],
-    here: Sequence[Tensor],
-    sinks: Tensor | None,
-) -> None:
-    """Some heads of o and lse, from those of q, keys and values."""
-    (o, lse, q), (keys, values), rows = given, here, Rows(plan.packed)
-    for call in _calls(plan, options, rows.count(keys), q.device):
-        tensors = rows.take(q, call.rows), rows.take(keys, call.keys), rows.take(values, call.keys)
-        arguments = (*tensors, call.cu_q, call.cu_k, sinks)
-        o_part, lse_part = flash_forward.call_checked(arguments, (None, None, 0, *options.of(call)))
-        rows.put(o, call.rows, o_part)
-        rows.put_lse(lse, call.rows, lse_part)
-
-
-def _differentiate(
-    plan: ContextPlan,
-    options: Options,
-    given: Sequence[Any],
-    here: Sequence[Tensor],
-    some_sinks: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """Some heads of dq and dsinks, from those of do, q, o, dlse, lse, keys, values and sinks; returns the gradients of
-    keys and values: parts are added in fp32, in order.
-    """
-    (dq, do, q, o, dlse, lse), (keys, values), (sinks, dsinks) = given, here, some_sinks
-    rows = Rows(plan.packed)
-    calls = _calls(plan, options, rows.count(keys), q.device)
-    wide = keys.dtype if len(calls) == 1 else torch.float32
-    totals = [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
-    for call in calls:
-        do_rows, q_rows, o_rows = (rows.take(x, call.rows) for x in (do, q, o))
-        dlse_rows, lse_rows = (None if x is None else rows.take_lse(x, call.rows) for x in (dlse, lse))
-        k_rows, v_rows = (rows.take(x, call.keys) for x in (keys, values))
-        arguments = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, sinks)
-        dq_part, *parts, dsinks_part = flash_backward.call_checked(arguments, options.of(call))
-        rows.put(dq, call.rows, dq_part)
-        for total, part in zip(totals, parts, strict=True):
-            rows.take(total, call.keys).add_(part)
-        if dsinks is not None:
-            dsinks += dsinks_part
-    return [total.to(keys.dtype) for total in totals]

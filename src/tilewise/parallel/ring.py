@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tilewise.ops.flash.api import flash_backward, flash_forward
+from tilewise.parallel import parts
 from tilewise.parallel.assignment import planning
 from tilewise.parallel.calls import Call, calls, met
 from tilewise.parallel.exchange import Once, explained
@@ -89,10 +89,8 @@ class Ring(torch.autograd.Function):
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=torch.float32)
         for source, keys, values in passed_round(plan, k, v, rows.axis):
             for call in _calls(plan, options, source, q.device):
-                tensors = rows.take(q, call.rows), rows.take(keys, call.keys), rows.take(values, call.keys)
-                given = (*tensors, call.cu_q, call.cu_k, None)
-                o_part, lse_part = flash_forward.call_checked(given, (None, None, 0, *options.of(call)))
-                merged = merge(rows.take(o, call.rows), rows.take_lse(lse, call.rows), o_part, lse_part)
+                part = parts.attend(call, rows, options, q, (keys, values))
+                merged = merge(rows.take(o, call.rows), rows.take_lse(lse, call.rows), *part)
                 rows.put(o, call.rows, merged[0])
                 rows.put_lse(lse, call.rows, merged[1])
         if sinks is not None:
@@ -135,18 +133,8 @@ class Ring(torch.autograd.Function):
 
         for step, (source, keys, values) in enumerate(passed_round(plan, k, v, rows.axis)):
             found = _calls(plan, options, source, q.device)
-            sums = [torch.zeros_like(x, dtype=wide if len(found) > 1 else x.dtype) for x in (keys, values)]
-            for call in found:
-                do_rows, q_rows, o_rows = (rows.take(x, call.rows) for x in (do, q, o))
-                dlse_rows, lse_rows = (None if x is None else rows.take_lse(x, call.rows) for x in (dlse, lse))
-                k_rows, v_rows = (rows.take(x, call.keys) for x in (keys, values))
-                given = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, None)
-                dq_part, *parts, _ = flash_backward.call_checked(given, options.of(call))
-                rows.put(dq, call.rows, rows.take(dq, call.rows) + dq_part)
-                for total, part in zip(sums, parts, strict=True):
-                    rows.take(total, call.keys).add_(part)
+            sent = parts.differentiate(found, rows, options, (dq, do, q, o, dlse, lse), (keys, values))
             arrive()
-            sent = [x.to(q.dtype) for x in sums]
             # In this step rank + step has computed with this rank's keys.
             homing = Passing(plan, sent, source, _like(k, v), (plan.rank + step) % plan.world) if step else None
             if not step:
