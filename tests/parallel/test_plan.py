@@ -47,17 +47,6 @@ def test_tokens_go_where_the_plan_says_and_come_back(world, options):
         assert not gradient[:, ~mine].any()
 
 
-@pytest.mark.parametrize("world", [2, 7, 64])
-def test_head_tail_is_level_under_a_causal_mask(world):
-    """Within 2 % from 128 tokens a rank on."""
-    for length in (128 * world, 128 * world + 77, 1000 * world + 13):
-        runs = assign(torch.tensor([0, length]), world, "head_tail")
-        # A token sees itself and those before it.
-        keys = (runs.stops * (runs.stops + 1) - runs.starts * (runs.starts + 1)) // 2
-        work = sums(keys, runs.ranks, world)
-        assert work.max() <= 1.02 * length * (length + 1) / 2 / world
-
-
 class Counting(TorchDispatchMode):
     """Calls of torch's operators, and the elements of what they return."""
 

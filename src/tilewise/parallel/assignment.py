@@ -7,6 +7,7 @@ of a million tokens takes milliseconds.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,6 +29,20 @@ def planning(function: Function) -> Function:
             return function(*arguments, **named)
 
     return plan  # type: ignore[return-value]
+
+
+def checked_offsets(cu_seqlens: Tensor) -> list[int]:
+    """Of packed sequences; raises where they are none."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}: expected a tensor of offsets [B + 1]")
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not len(cu_seqlens):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected offsets [B + 1] in int32 or int64"
+        )
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
+        raise ValueError(f"cu_seqlens must begin with 0 and never decrease (got {offsets})")
+    return offsets
 
 
 class Runs(NamedTuple):

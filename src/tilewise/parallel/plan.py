@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.ops.flash.api import flash_attention
-from tilewise.parallel.assignment import Balance, assign, everything, needed, numbers, planning, sums
+from tilewise.parallel.assignment import (
+    Balance,
+    assign,
+    checked_offsets,
+    everything,
+    needed,
+    numbers,
+    planning,
+    sums,
+)
 from tilewise.parallel.calls import Call, Range, Segment
 from tilewise.parallel.exchange import Exchange, Fetch, explained
 from tilewise.parallel.flash import attend
@@ -29,7 +37,7 @@ class ContextPlan:
         seq_len: tokens of each sequence of a dense batch `[B, T, ...]`.
         cu_seqlens: or offsets `[B + 1]` of packed sequences.
         balance: "head_tail" cuts each sequence into 2w chunks and gives rank r the chunks r and 2w-1-r, so that causal
-            work is equal; "contiguous" into w; or an int64 tensor with every token's rank.
+            work is equal; "contiguous" into w; or an int64 tensor with every token's rank, such as `balanced` makes.
         method: how keys reach other ranks' queries: "all_gather", those that are seen, a few KV heads at a time; or
             "ring", passed on from rank to rank, in less memory.
 
@@ -206,16 +214,7 @@ def _offsets(seq_len: int | None, cu_seqlens: Tensor | None) -> list[int]:
         if not isinstance(seq_len, int) or seq_len < 0:
             raise ValueError(f"seq_len is {seq_len!r}: expected a number of tokens")
         return [0, seq_len]
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}: expected a tensor of offsets [B + 1]")
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not len(cu_seqlens):
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected offsets [B + 1] in int32 or int64"
-        )
-    offsets: list[int] = cu_seqlens.tolist()
-    if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-        raise ValueError(f"cu_seqlens must begin with 0 and never decrease (got {offsets})")
-    return offsets
+    return checked_offsets(cu_seqlens)
 
 
 def _check_balance(balance: Balance | Tensor, tokens: int, world: int) -> Balance | Tensor:
