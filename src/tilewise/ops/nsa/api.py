@@ -207,7 +207,7 @@ def _check_values(
     if k_cmp is not None:
         problem.check_window_values(k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
     if block_indices is not None:
-        problem.check_index_values(block_indices, cu_seqlens, sizes.block_size)
+        problem.check_index_values(block_indices, cu_seqlens, sizes.block_size, q.shape[-3])
 
 
 def _options(numbers: tuple[Any, ...]) -> branches.Options:

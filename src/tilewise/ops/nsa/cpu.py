@@ -1,8 +1,9 @@
 """Native sparse attention on the CPU: a chunk of queries at a time, so that no score matrix is ever whole.
 
-The same functions as in `launch`. native_sparse_attend takes whole blocks, each as often as it is named, with its own
-factor: the blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a block]; every
-naming then takes its block out of that grid (`take`), and what belongs to namings is summed back into it (`give_back`).
+The same functions as in `launch`, with the same arguments. native_sparse_attend takes whole blocks, each as often as it
+is named, with its own factor: the blocks that a chunk names are scored once, as a grid [queries, blocks, keys of a
+block]; every naming then takes its block out of that grid (`take`), and what belongs to namings is summed back into it
+(`give_back`).
 """
 
 from collections.abc import Iterator
@@ -54,10 +55,10 @@ def compress_backward(
     return dx
 
 
-def _ended(rows: slice, windows: int, size: int, stride: int, group: int) -> torch.Tensor:
+def _ended(place: slice, windows: int, size: int, stride: int, group: int) -> torch.Tensor:
     """[group · rows, windows], True where the window ends no later than the query."""
     last = torch.arange(windows, device="cpu") * stride + size - 1
-    return (last <= tiles.positions(rows)).repeat(group, 1)
+    return (last <= tiles.positions(place)).repeat(group, 1)
 
 
 def _empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,16 +75,17 @@ def compressed_forward(
     size: int,
     stride: int,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the windows that have ended: output in q's dtype, and LSE."""
     o, lse = _empty_outputs(q, v_cmp)
     heads, group = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
-    for at, by_head, room in tiles.sequences(q.shape[0], cu, windows):
+    for at, by_head, room, start in tiles.placed(q.shape[0], cu, windows, first):
         one_q, one_k, one_v, one_o, one_lse = q[at], k_cmp[room], v_cmp[room], o[at], lse[by_head]
-        for rows in tiles.chunks(one_q.shape[0]):
-            seen = window_count(rows.stop, size, stride)
+        for rows, place in tiles.placed_chunks(one_q.shape[0], start):
+            seen = min(window_count(place.stop, size, stride), one_k.shape[0])
             b_q, b_k, b_v = (tiles.heads_first(x, heads) for x in (one_q[rows], one_k[:seen], one_v[:seen]))
-            b_o, b_lse = tiles.attend(b_q, b_k, b_v, _ended(rows, seen, size, stride, group), scale)
+            b_o, b_lse = tiles.attend(b_q, b_k, b_v, _ended(place, seen, size, stride, group), scale)
             one_o[rows] = tiles.tokens_first(b_o, rows.stop - rows.start).to(o.dtype)
             one_lse[:, rows] = b_lse.reshape(heads * group, -1)
     return o, lse
@@ -102,6 +104,7 @@ def compressed_backward(
     size: int,
     stride: int,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous; what belongs to a window is summed over chunks in
     fp32, in order.
@@ -109,18 +112,18 @@ def compressed_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device="cpu") for x in (k_cmp, v_cmp))
     heads, group = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
-    for at, by_head, room in tiles.sequences(q.shape[0], cu, windows):
+    for at, by_head, room, start in tiles.placed(q.shape[0], cu, windows, first):
         one_q, one_k, one_v, one_do, one_lse = q[at], k_cmp[room], v_cmp[room], do[at], lse[by_head]
         acc_dk, acc_dv = (torch.zeros(heads, x.shape[0], x.shape[-1], **STATE) for x in (one_k, one_v))
-        for rows in tiles.chunks(one_q.shape[0]):
-            seen = window_count(rows.stop, size, stride)
+        for rows, place in tiles.placed_chunks(one_q.shape[0], start):
+            seen = min(window_count(place.stop, size, stride), one_k.shape[0])
             b_q, b_k, b_v, b_do = (
                 tiles.heads_first(x, heads) for x in (one_q[rows], one_k[:seen], one_v[:seen], one_do[rows])
             )
             row_delta = tiles.delta(o[at], one_do, None if dlse is None else dlse[by_head], rows)
             b_lse, row_delta = (x.reshape(heads, -1) for x in (one_lse[:, rows], row_delta))
             b_dq, b_dk, b_dv = tiles.attend_backward(
-                b_q, b_k, b_v, b_do, b_lse, row_delta, _ended(rows, seen, size, stride, group), scale
+                b_q, b_k, b_v, b_do, b_lse, row_delta, _ended(place, seen, size, stride, group), scale
             )
             acc_dk[:, :seen] += b_dk
             acc_dv[:, :seen] += b_dv
@@ -130,12 +133,12 @@ def compressed_backward(
     return dq, dk, dv
 
 
-def _block_scores(p: torch.Tensor, rows: slice, sizes: Sizes) -> torch.Tensor:
+def _block_scores(p: torch.Tensor, place: slice, sizes: Sizes) -> torch.Tensor:
     """[Hk, rows, windows] -> [Hk, rows, blocks up to the last query's]; +inf where a block is forced, -inf where it
     comes later than the query.
     """
     size, stride, block_size, _, init_blocks, local_blocks = sizes
-    blocks = (rows.stop - 1) // block_size + 1
+    blocks = (place.stop - 1) // block_size + 1
     # What a window and a block share is whole strides: each stride takes the sum over the windows that hold it, a block
     # that over its strides.
     around = size // stride - 1
@@ -147,7 +150,7 @@ def _block_scores(p: torch.Tensor, rows: slice, sizes: Sizes) -> torch.Tensor:
     )
     # Infinities are markers, so a NaN row must be made finite: a forced block stays the best and a later one the worst.
     scores = scores.masked_fill(scores.isnan().any(-1, keepdim=True), torch.finfo(torch.float32).min)
-    block, current = torch.arange(blocks, device="cpu"), tiles.positions(rows) // block_size
+    block, current = torch.arange(blocks, device="cpu"), tiles.positions(place) // block_size
     forced = (block < init_blocks) | (block > current - local_blocks)
     return scores.masked_fill(forced, torch.inf).masked_fill(block > current, -torch.inf)
 
@@ -160,6 +163,7 @@ def choose(
     windows: torch.Tensor | None,
     sizes: Sizes,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The best blocks of each query and KV head, int32 [.., T, Hk, block_count]: ascending, -1 at the end; ties go to
     the lower index.
@@ -167,14 +171,14 @@ def choose(
     size, stride, count = sizes.compress_size, sizes.compress_stride, sizes.block_count
     heads, group = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
     chosen = torch.full((*q.shape[:-2], heads, count), -1, dtype=torch.int32, device="cpu")
-    for at, by_head, room in tiles.sequences(q.shape[0], cu, windows):
+    for at, by_head, room, start in tiles.placed(q.shape[0], cu, windows, first):
         one_q, one_k, one_lse, one_chosen = q[at], k_cmp[room], lse[by_head], chosen[at]
-        for rows in tiles.chunks(one_q.shape[0]):
-            seen = window_count(rows.stop, size, stride)
+        for rows, place in tiles.placed_chunks(one_q.shape[0], start):
+            seen = min(window_count(place.stop, size, stride), one_k.shape[0])
             b_q, b_k = tiles.heads_first(one_q[rows], heads), tiles.heads_first(one_k[:seen], heads)
-            scores = (b_q @ b_k.mT * scale).masked_fill(~_ended(rows, seen, size, stride, group), -torch.inf)
+            scores = (b_q @ b_k.mT * scale).masked_fill(~_ended(place, seen, size, stride, group), -torch.inf)
             p = tiles.probabilities(scores, one_lse[:, rows].reshape(heads, -1))
-            best, order = _block_scores(p.unflatten(1, (group, -1)).sum(1), rows, sizes).sort(
+            best, order = _block_scores(p.unflatten(1, (group, -1)).sum(1), place, sizes).sort(
                 dim=-1, descending=True, stable=True
             )
             # What may not be chosen is numbered past the last block, so that it ends up behind what is.
@@ -187,18 +191,18 @@ def choose(
 
 
 def _chosen_keys(
-    chosen: torch.Tensor, rows: slice, tokens: int, block_size: int, group: int
+    chosen: torch.Tensor, place: slice, tokens: int, block_size: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys [n] that a chunk's queries reach together, of their blocks [rows, S], and which query keeps which,
     [group · rows, n].
     """
-    last = (rows.stop - 1) // block_size
+    last = (place.stop - 1) // block_size
     chosen = chosen.long()
     blocks = chosen[(chosen >= 0) & (chosen <= last)].unique()
     keys = (blocks[:, None] * block_size + torch.arange(block_size, device="cpu")).flatten()
     keys = keys[keys < tokens]
     takes = (chosen[:, :, None] == blocks).any(1)
-    keep = takes[:, torch.searchsorted(blocks, keys // block_size)] & (keys <= tiles.positions(rows))
+    keep = takes[:, torch.searchsorted(blocks, keys // block_size)] & (keys <= tiles.positions(place))
     return keys, keep.repeat(group, 1)
 
 
@@ -210,17 +214,19 @@ def selected_forward(
     cu: torch.Tensor | None,
     block_size: int,
     scale: float,
+    cu_k: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over the keys of the selected blocks, each key once: output in q's dtype, and LSE."""
     o, lse = _empty_outputs(q, v)
     heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
-    for at, by_head, _ in tiles.sequences(q.shape[0], cu):
-        one_q, one_k, one_v, one_indices, one_o, one_lse = q[at], k[at], v[at], indices[at], o[at], lse[by_head]
-        for rows in tiles.chunks(one_q.shape[0]):
+    for at, by_head, room, start in tiles.placed(q.shape[0], cu, cu_k, first):
+        one_q, one_k, one_v, one_indices, one_o, one_lse = q[at], k[room], v[room], indices[at], o[at], lse[by_head]
+        for rows, place in tiles.placed_chunks(one_q.shape[0], start):
             b_q = tiles.heads_first(one_q[rows], heads)
             for h in range(heads):
                 of_head = slice(h * group, (h + 1) * group)
-                keys, keep = _chosen_keys(one_indices[rows, h], rows, one_q.shape[0], block_size, group)
+                keys, keep = _chosen_keys(one_indices[rows, h], place, one_k.shape[0], block_size, group)
                 b_o, b_lse = tiles.attend(b_q[h], one_k[keys, h].float(), one_v[keys, h].float(), keep, scale)
                 one_o[rows, of_head] = tiles.tokens_first(b_o[None], rows.stop - rows.start).to(o.dtype)
                 one_lse[of_head, rows] = b_lse.view(group, -1)
@@ -239,19 +245,21 @@ def selected_backward(
     cu: torch.Tensor | None,
     block_size: int,
     scale: float,
+    cu_k: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv in the inputs' dtype and contiguous; dk and dv are summed over chunks in fp32, in order."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, k, v))
     heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
-    for at, by_head, _ in tiles.sequences(q.shape[0], cu):
-        one_q, one_k, one_v, one_indices, one_do, one_lse = q[at], k[at], v[at], indices[at], do[at], lse[by_head]
+    for at, by_head, room, start in tiles.placed(q.shape[0], cu, cu_k, first):
+        one_q, one_k, one_v, one_indices, one_do, one_lse = q[at], k[room], v[room], indices[at], do[at], lse[by_head]
         acc_dk, acc_dv = (torch.zeros(heads, x.shape[0], x.shape[-1], **STATE) for x in (one_k, one_v))
-        for rows in tiles.chunks(one_q.shape[0]):
+        for rows, place in tiles.placed_chunks(one_q.shape[0], start):
             b_q, b_do = tiles.heads_first(one_q[rows], heads), tiles.heads_first(one_do[rows], heads)
             row_delta = tiles.delta(o[at], one_do, None if dlse is None else dlse[by_head], rows)
             b_lse, row_delta = (x.reshape(heads, -1) for x in (one_lse[:, rows], row_delta))
             for h in range(heads):
-                keys, keep = _chosen_keys(one_indices[rows, h], rows, one_q.shape[0], block_size, group)
+                keys, keep = _chosen_keys(one_indices[rows, h], place, one_k.shape[0], block_size, group)
                 b_k, b_v = one_k[keys, h].float(), one_v[keys, h].float()
                 b_dq, b_dk, b_dv = tiles.attend_backward(b_q[h], b_k, b_v, b_do[h], b_lse[h], row_delta[h], keep, scale)
                 # No key comes twice.
@@ -260,8 +268,8 @@ def selected_backward(
                 dq[at][rows, h * group : (h + 1) * group] = tiles.tokens_first(b_dq[None], rows.stop - rows.start).to(
                     dq.dtype
                 )
-        dk[at] = acc_dk.transpose(0, 1).to(dk.dtype)
-        dv[at] = acc_dv.transpose(0, 1).to(dv.dtype)
+        dk[room] = acc_dk.transpose(0, 1).to(dk.dtype)
+        dv[room] = acc_dv.transpose(0, 1).to(dv.dtype)
     return dq, dk, dv
 
 

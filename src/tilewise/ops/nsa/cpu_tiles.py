@@ -4,6 +4,7 @@ Heads lie in front and the query heads of one KV head are rows like queries: q [
 keys, D]. A value that is not finite reaches what sees it, and nothing else.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ Place = int | slice
 def sequences(
     batch: int, cu: torch.Tensor | None, windows: torch.Tensor | None = None
 ) -> Iterator[tuple[Place, Any, Place]]:
-    """What takes one sequence out of [.., T, H, D], out of [.., H, T], and its windows' room out of [.., C, H, D]."""
+    """What takes one sequence out of [.., T, H, D], out of [.., H, T], and its windows' (or keys') room out of
+    [.., C, H, D].
+    """
     if cu is None:
         yield from ((b, b, b) for b in range(batch))
         return
@@ -31,9 +34,22 @@ def sequences(
         yield tokens, (slice(None), tokens), slice(rooms[b], rooms[b + 1])
 
 
+def placed(
+    batch: int, cu: torch.Tensor | None, rooms: torch.Tensor | None, first: torch.Tensor | None
+) -> Iterator[tuple[Place, Any, Place, int]]:
+    """The same, and the position of each sequence's first query."""
+    starts = itertools.repeat(0) if first is None else first.tolist()
+    yield from ((*one, start) for one, start in zip(sequences(batch, cu, rooms), starts, strict=False))
+
+
 def chunks(tokens: int) -> Iterator[slice]:
     """The queries of one sequence, CHUNK at a time."""
     yield from (slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK))
+
+
+def placed_chunks(tokens: int, start: int) -> Iterator[tuple[slice, slice]]:
+    """The same, and their positions, where the first query stands at `start`."""
+    yield from ((rows, slice(rows.start + start, rows.stop + start)) for rows in chunks(tokens))
 
 
 def positions(rows: slice) -> torch.Tensor:

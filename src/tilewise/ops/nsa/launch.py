@@ -1,5 +1,8 @@
 """Native sparse attention's steps as Triton launches: plain tensors in and out; no autograd.
 
+Queries may be a part of their sequences, consecutive ones: then `first` has the position of each sequence's first query
+(int32 [B], None: 0), and keys are the sequences whole, packed ones with offsets `cu_k` of their own (None: as `cu`).
+
 `cpu.py` has the same functions.
 """
 
@@ -19,6 +22,7 @@ from tilewise.ops.nsa.compress.launch import (
     mean_windows,
 )
 from tilewise.ops.nsa.kernels import nsa_combine_bwd_kernel, nsa_combine_fwd_kernel
+from tilewise.ops.nsa.problem import check_whole
 from tilewise.ops.nsa.selected import launch as selected
 from tilewise.ops.nsa.selected.index import make_inputs
 
@@ -34,8 +38,11 @@ def selected_forward(
     cu: torch.Tensor | None,
     block_size: int,
     scale: float,
+    cu_k: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to the keys up to the token of the blocks it names, each once: output and LSE."""
+    check_whole(first)
     return selected.forward(make_inputs(q, k, v, indices, cu, block_size, scale))
 
 
@@ -51,8 +58,11 @@ def selected_backward(
     cu: torch.Tensor | None,
     block_size: int,
     scale: float,
+    cu_k: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv of `selected_forward`."""
+    check_whole(first)
     dq, dk, dv, _ = selected.backward(make_inputs(q, k, v, indices, cu, block_size, scale), o, lse, do, dlse)
     return dq, dk, dv
 

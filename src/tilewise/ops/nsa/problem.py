@@ -166,14 +166,22 @@ def check_window_values(
         )
 
 
-def check_index_values(block_indices: torch.Tensor, cu_seqlens: torch.Tensor | None, block_size: int) -> None:
-    """Indices that are -1 or a block of their own sequence, whose offsets are right; where values are checked."""
+def check_index_values(
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    block_size: int,
+    keys: int,
+    cu_k: torch.Tensor | None = None,
+) -> None:
+    """Indices that are -1 or a block of their own sequence, whose offsets are right, in `keys` rows of keys; where
+    values are checked.
+    """
     if not checks.values_are_checked(block_indices):
         return
-    blocks: int | torch.Tensor = -(-block_indices.shape[-3] // block_size)
+    blocks: int | torch.Tensor = -(-keys // block_size)
     if cu_seqlens is not None:
-        lengths = cu_seqlens.diff()
-        blocks = -(-lengths // block_size).repeat_interleave(lengths)[:, None, None]
+        lengths = (cu_seqlens if cu_k is None else cu_k).diff()
+        blocks = -(-lengths // block_size).repeat_interleave(cu_seqlens.diff())[:, None, None]
     checks.check_index_values(block_indices, "block_indices", blocks)
 
 
@@ -190,13 +198,63 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def check_packed_windows(q: torch.Tensor, k_cmp: torch.Tensor, cu: torch.Tensor | None, size: int, stride: int) -> None:
+def check_whole(first: torch.Tensor | None) -> None:
+    """Queries that are their sequences whole."""
+    if first is not None:
+        raise NotImplementedError("backend 'triton' takes queries that are their sequences whole; take backend='cpu'")
+
+
+def check_part(
+    q: torch.Tensor,
+    keys: int | None,
+    cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
+) -> None:
+    """Values of offsets; and of queries that are a part of their sequences, that they stand among their keys: of
+    `keys` rows, None where those are not known.
+    """
+    check_offset_values(q, cu)
+    if cu_k is not None and keys is not None:
+        checks.check_offset_values(cu_k, "cu_k", keys)
+    if first is None or not checks.values_are_checked(first):
+        return
+    lengths = q.shape[-3] if cu is None else cu.diff()
+    most = keys if cu_k is None else cu_k.diff()
+    outside = first < 0
+    if most is not None:
+        outside |= first + lengths > most
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        raise ValueError(
+            f"first[{at}] is {int(first[at])}: expected the position of the first query of sequence {at}, whose queries"
+            " must stand among its keys"
+        )
+
+
+def check_packed_windows(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
+    size: int,
+    stride: int,
+) -> None:
     """Values of offsets, and as many compressed keys as they give windows."""
-    check_offset_values(q, cu)
-    check_window_values(k_cmp, cu, size, stride)
+    check_part(q, None, cu, cu_k, first)
+    check_window_values(k_cmp, cu if cu_k is None else cu_k, size, stride)
 
 
-def check_selection(q: torch.Tensor, indices: torch.Tensor, cu: torch.Tensor | None, block_size: int) -> None:
+def check_selection(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indices: torch.Tensor,
+    cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
+    block_size: int,
+) -> None:
     """Values of offsets and of indices."""
-    check_offset_values(q, cu)
-    check_index_values(indices, cu, block_size)
+    check_part(q, k.shape[-3], cu, cu_k, first)
+    check_index_values(indices, cu, block_size, k.shape[-3], cu_k)

@@ -59,7 +59,7 @@ def compressed_attention(
     scale = problem.scale_of(q, scale)
     cu_seqlens = problem.contiguous(cu_seqlens)
     if backend == "reference":
-        problem.check_packed_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+        problem.check_packed_windows(q, k_cmp, cu_seqlens, None, None, compress_size, compress_stride)
         o, lse = reference.compressed_attention(
             q,
             k_cmp,
@@ -71,7 +71,7 @@ def compressed_attention(
         )
     else:
         o, lse = compressed_forward.call_checked(
-            (q, k_cmp, v_cmp, cu_seqlens), (compress_size, compress_stride, scale, backend)
+            (q, k_cmp, v_cmp, cu_seqlens, None, None), (compress_size, compress_stride, scale, backend)
         )
     return (o, lse) if return_lse else o
 
@@ -117,9 +117,9 @@ def select_blocks(
     scale = problem.scale_of(q, scale)
     cu_seqlens = problem.contiguous(cu_seqlens)
     if backend == "reference":
-        problem.check_packed_windows(q, k_cmp, cu_seqlens, compress_size, compress_stride)
+        problem.check_packed_windows(q, k_cmp, cu_seqlens, None, None, compress_size, compress_stride)
         return reference.select_blocks(q, k_cmp, **sizes._asdict(), scale=scale, cu_seqlens=cu_seqlens)
-    return select.call_checked((q.detach(), k_cmp.detach(), cu_seqlens), (*sizes, scale, backend))
+    return select.call_checked((q.detach(), k_cmp.detach(), cu_seqlens, None, None), (*sizes, scale, backend))
 
 
 @autocasting
@@ -167,27 +167,21 @@ def selected_attention(
     scale = problem.scale_of(q, scale)
     cu_seqlens, block_indices = problem.contiguous(cu_seqlens), block_indices.contiguous()
     if backend == "reference":
-        problem.check_selection(q, block_indices, cu_seqlens, block_size)
+        problem.check_selection(q, k, block_indices, cu_seqlens, None, None, block_size)
         o, lse = reference.selected_attention(
             q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
         )
     else:
-        o, lse = selected_forward.call_checked((q, k, v, block_indices, cu_seqlens), (block_size, scale, backend))
+        o, lse = selected_forward.call_checked(
+            (q, k, v, block_indices, cu_seqlens, None, None), (block_size, scale, backend)
+        )
     return (o, lse) if return_lse else o
 
 
-def _run_compressed_forward(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    cu: torch.Tensor | None,
-    size: int,
-    stride: int,
-    scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    problem.check_packed_windows(q, k_cmp, cu, size, stride)
-    return _plan_compressed_forward(q, k_cmp, v_cmp, cu, size, stride, scale, backend)
+def _run_compressed_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k_cmp, _, cu, cu_k, first, size, stride = arguments[:8]
+    problem.check_packed_windows(q, k_cmp, cu, cu_k, first, size, stride)
+    return _plan_compressed_forward(*arguments)
 
 
 def _plan_compressed_forward(
@@ -195,31 +189,20 @@ def _plan_compressed_forward(
     k_cmp: torch.Tensor,
     v_cmp: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     size: int,
     stride: int,
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = given_windows(cu, k_cmp.shape[-3], size, stride)
-    return KERNELS[backend].compressed_forward(q, k_cmp, v_cmp, cu, windows, size, stride, scale)
+    windows = given_windows(cu if cu_k is None else cu_k, k_cmp.shape[-3], size, stride)
+    return KERNELS[backend].compressed_forward(q, k_cmp, v_cmp, cu, windows, size, stride, scale, first)
 
 
-def _run_compressed_backward(
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cu: torch.Tensor | None,
-    size: int,
-    stride: int,
-    scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, ...]:
-    with without_autocast(backend):
-        return _plan_compressed_backward(do, dlse, q, k_cmp, v_cmp, o, lse, cu, size, stride, scale, backend)
+def _run_compressed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    with without_autocast(arguments[-1]):
+        return _plan_compressed_backward(*arguments)
 
 
 def _plan_compressed_backward(
@@ -231,36 +214,30 @@ def _plan_compressed_backward(
     o: torch.Tensor,
     lse: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     size: int,
     stride: int,
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
-    windows = given_windows(cu, k_cmp.shape[-3], size, stride)
-    return KERNELS[backend].compressed_backward(q, k_cmp, v_cmp, o, lse, do, dlse, cu, windows, size, stride, scale)
+    windows = given_windows(cu if cu_k is None else cu_k, k_cmp.shape[-3], size, stride)
+    return KERNELS[backend].compressed_backward(
+        q, k_cmp, v_cmp, o, lse, do, dlse, cu, windows, size, stride, scale, first
+    )
 
 
-def _run_select(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    cu: torch.Tensor | None,
-    size: int,
-    stride: int,
-    block_size: int,
-    block_count: int,
-    init_blocks: int,
-    local_blocks: int,
-    scale: float,
-    backend: str,
-) -> torch.Tensor:
-    problem.check_packed_windows(q, k_cmp, cu, size, stride)
-    return _plan_select(q, k_cmp, cu, size, stride, block_size, block_count, init_blocks, local_blocks, scale, backend)
+def _run_select(*arguments: Any) -> torch.Tensor:
+    problem.check_packed_windows(*arguments[:7])
+    return _plan_select(*arguments)
 
 
 def _plan_select(
     q: torch.Tensor,
     k_cmp: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     size: int,
     stride: int,
     block_size: int,
@@ -270,25 +247,17 @@ def _plan_select(
     scale: float,
     backend: str,
 ) -> torch.Tensor:
-    windows = given_windows(cu, k_cmp.shape[-3], size, stride)
+    windows = given_windows(cu if cu_k is None else cu_k, k_cmp.shape[-3], size, stride)
     # The keys stand in for the values: only the LSE is wanted.
-    _, lse = KERNELS[backend].compressed_forward(q, k_cmp, k_cmp, cu, windows, size, stride, scale)
+    _, lse = KERNELS[backend].compressed_forward(q, k_cmp, k_cmp, cu, windows, size, stride, scale, first)
     sizes = Sizes(size, stride, block_size, block_count, init_blocks, local_blocks)
-    return KERNELS[backend].choose(q, k_cmp, lse, cu, windows, sizes, scale)
+    return KERNELS[backend].choose(q, k_cmp, lse, cu, windows, sizes, scale, first)
 
 
-def _run_selected_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    cu: torch.Tensor | None,
-    block_size: int,
-    scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    problem.check_selection(q, indices, cu, block_size)
-    return _plan_selected_forward(q, k, v, indices, cu, block_size, scale, backend)
+def _run_selected_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, _, indices, cu, cu_k, first, block_size = arguments[:8]
+    problem.check_selection(q, k, indices, cu, cu_k, first, block_size)
+    return _plan_selected_forward(*arguments)
 
 
 def _plan_selected_forward(
@@ -297,29 +266,18 @@ def _plan_selected_forward(
     v: torch.Tensor,
     indices: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     block_size: int,
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return KERNELS[backend].selected_forward(q, k, v, indices, cu, block_size, scale)
+    return KERNELS[backend].selected_forward(q, k, v, indices, cu, block_size, scale, cu_k, first)
 
 
-def _run_selected_backward(
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cu: torch.Tensor | None,
-    block_size: int,
-    scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, ...]:
-    with without_autocast(backend):
-        return _plan_selected_backward(do, dlse, q, k, v, indices, o, lse, cu, block_size, scale, backend)
+def _run_selected_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    with without_autocast(arguments[-1]):
+        return _plan_selected_backward(*arguments)
 
 
 def _plan_selected_backward(
@@ -332,17 +290,21 @@ def _plan_selected_backward(
     o: torch.Tensor,
     lse: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     block_size: int,
     scale: float,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
-    return KERNELS[backend].selected_backward(q, k, v, indices, o, lse, do, dlse, cu, block_size, scale)
+    return KERNELS[backend].selected_backward(q, k, v, indices, o, lse, do, dlse, cu, block_size, scale, cu_k, first)
 
 
 def _fake_select(
     q: torch.Tensor,
     k_cmp: torch.Tensor,
     cu: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    first: torch.Tensor | None,
     size: int,
     stride: int,
     block_size: int,
@@ -353,52 +315,47 @@ def _fake_select(
 
 
 def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k_cmp, v_cmp, cu = inputs[:4]
-    ctx.options = inputs[4:]
+    ctx.options = inputs[6:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k_cmp, v_cmp, *output, cu)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
 
 
 def _differentiate_compressed(
     ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    q, k_cmp, v_cmp, o, lse, cu = ctx.saved_tensors
-    do = torch.zeros_like(o) if do is None else do
-    return (
-        *compressed_backward.call_checked((do, dlse, q, k_cmp, v_cmp, o, lse, cu), ctx.options),
-        *(None,) * (1 + len(ctx.options)),
-    )
+    do = torch.zeros_like(ctx.saved_tensors[3]) if do is None else do
+    gradients = compressed_backward.call_checked((do, dlse, *ctx.saved_tensors), ctx.options)
+    return *gradients, *(None,) * (3 + len(ctx.options))
 
 
 def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, indices, cu = inputs[:5]
-    ctx.options = inputs[5:]
+    ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, indices, *output, cu)
+    ctx.save_for_backward(*inputs[:4], *output, *inputs[4:7])
 
 
 def _differentiate_selected(
     ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, indices, o, lse, cu = ctx.saved_tensors
-    do = torch.zeros_like(o) if do is None else do
-    return (
-        *selected_backward.call_checked((do, dlse, q, k, v, indices, o, lse, cu), ctx.options),
-        *(None,) * (2 + len(ctx.options)),
-    )
+    do = torch.zeros_like(ctx.saved_tensors[4]) if do is None else do
+    gradients = selected_backward.call_checked((do, dlse, *ctx.saved_tensors), ctx.options)
+    return *gradients, *(None,) * (4 + len(ctx.options))
 
 
 _INCOMING = "Tensor do, Tensor? dlse"
+# Where sequences begin: the queries', the keys' where those are others (they hold their sequences whole), and the
+# position of each sequence's first query, where queries are a part of their sequences; all int32.
+_PLACE = "Tensor? cu, Tensor? cu_k, Tensor? first"
 _WINDOWS = "SymInt compress_size, SymInt compress_stride"
 compressed_backward = register(
-    f"nsa_compressed_backward({_INCOMING}, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor o, Tensor lse, Tensor? cu,"
+    f"nsa_compressed_backward({_INCOMING}, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor o, Tensor lse, {_PLACE},"
     f" {_WINDOWS}, float scale, str backend) -> (Tensor dq, Tensor dk_cmp, Tensor dv_cmp)",
     _run_compressed_backward,
     fake_gradients,
     plan=_plan_compressed_backward,
 )
 compressed_forward = register(
-    f"nsa_compressed_forward(Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor? cu, {_WINDOWS}, float scale, str backend) ->"
+    f"nsa_compressed_forward(Tensor q, Tensor k_cmp, Tensor v_cmp, {_PLACE}, {_WINDOWS}, float scale, str backend) ->"
     " (Tensor o, Tensor lse)",
     _run_compressed_forward,
     fake_outputs,
@@ -407,21 +364,21 @@ compressed_forward = register(
     plan=_plan_compressed_forward,
 )
 select = register(
-    f"nsa_select(Tensor q, Tensor k_cmp, Tensor? cu, {_WINDOWS}, SymInt block_size, SymInt block_count, SymInt"
+    f"nsa_select(Tensor q, Tensor k_cmp, {_PLACE}, {_WINDOWS}, SymInt block_size, SymInt block_count, SymInt"
     " init_blocks, SymInt local_blocks, float scale, str backend) -> Tensor block_indices",
     _run_select,
     _fake_select,
     plan=_plan_select,
 )
 selected_backward = register(
-    f"nsa_selected_backward({_INCOMING}, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, Tensor?"
-    " cu, SymInt block_size, float scale, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"nsa_selected_backward({_INCOMING}, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, {_PLACE},"
+    " SymInt block_size, float scale, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
     _run_selected_backward,
     fake_gradients,
     plan=_plan_selected_backward,
 )
 selected_forward = register(
-    "nsa_selected_forward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? cu, SymInt block_size, float scale, str"
+    f"nsa_selected_forward(Tensor q, Tensor k, Tensor v, Tensor indices, {_PLACE}, SymInt block_size, float scale, str"
     " backend) -> (Tensor o, Tensor lse)",
     _run_selected_forward,
     fake_outputs,

@@ -26,7 +26,7 @@ from tilewise.ops.nsa.choose.kernels import (
     nsa_choose_best_kernel,
     nsa_choose_scores_kernel,
 )
-from tilewise.ops.nsa.problem import Sizes
+from tilewise.ops.nsa.problem import Sizes, check_whole
 
 # Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and
 # blocks of one token at least and at most: up to the first, lengths share a kernel.
@@ -42,10 +42,12 @@ def choose(
     windows: torch.Tensor | None,
     sizes: Sizes,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The blocks of every token and KV head, int32 [..., T, Hk, block_count], from the queries, the windows and the
     LSE over them.
     """
+    check_whole(first)
     tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
     indices = q.new_empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32)
     if indices.numel() == 0:
@@ -108,8 +110,8 @@ def choose(
         WHOLE=n_blocks <= block,
     )
     best = {"indices": indices, "CHOICE": choice, "BLOCK_M": config.block_m, "BLOCK_R": rows, "num_warps": 1}
-    for first, count in pieces(tiles, most):
-        chunk = shared | {"first_tile": first}
+    for first_tile, count in pieces(tiles, most):
+        chunk = shared | {"first_tile": first_tile}
         emit(
             q,
             Launch(nsa_choose_scores_kernel, count * heads_k, chunk | scores | {"n_tiles": count}),

@@ -14,7 +14,7 @@ from tilewise.ops._host.launching import Launch, batch_size, padded_channels, ro
 from tilewise.ops._host.program import emit
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa.compress.kernels import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel, nsa_windows_kernel
-from tilewise.ops.nsa.problem import window_count
+from tilewise.ops.nsa.problem import check_whole, window_count
 
 # Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of
 # one that spreads gradients.
@@ -129,8 +129,10 @@ def compressed_forward(
     size: int,
     stride: int,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., T, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, T]; 0 and -inf for a query that sees no window."""
+    check_whole(first)
     return flash.plan_forward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale))
 
 
@@ -147,6 +149,8 @@ def compressed_backward(
     size: int,
     stride: int,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
+    check_whole(first)
     return flash.plan_backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale), o, lse, do, dlse)

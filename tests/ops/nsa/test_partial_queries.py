@@ -1,0 +1,240 @@
+"""Queries that are a part of their sequences, as context parallelism has them: a whole call's queries cut into parts
+must give the whole call's rows, and gradients of keys that sum up to the whole call's.
+"""
+
+import itertools
+
+import pytest
+import torch
+from nsa_inputs import assert_close, cumulative, random, windows
+
+from tilewise.ops.nsa import reference, steps
+from tilewise.ops.nsa.branches import KERNELS
+from tilewise.ops.nsa.problem import Sizes, mean_windows
+
+SCALE = 0.3
+SIZE, STRIDE = 8, 4
+LENGTHS = (0, 23, 7, 45, 1)
+# Of each part and sequence the first query and the one after its last: odd cuts, an empty part, a part of only some
+# sequences.
+PACKED = (
+    ((0, 0), (0, 9), (0, 7), (0, 17), (0, 0)),
+    ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
+    ((0, 0), (9, 9), (7, 7), (17, 18), (0, 1)),
+    ((0, 0), (9, 23), (7, 7), (18, 45), (1, 1)),
+)
+# Two sequences of 45, of which a part has as many queries, at different positions.
+DENSE = (((0, 17), (28, 45)), ((18, 18), (3, 3)), ((17, 18), (27, 28)), ((18, 45), (0, 27)))
+
+
+class Part:
+    """Some queries of every sequence: where they are, and the operators' arguments that say so."""
+
+    def __init__(self, bounds, packed):
+        self.bounds, self.packed = bounds, packed
+        self.first = torch.tensor([a for a, _ in bounds], dtype=torch.int32)
+        self.cu = cumulative([b - a for a, b in bounds]).int() if packed else None
+        self.cu_k = cumulative(LENGTHS).int() if packed else None
+        self.starts = cumulative(LENGTHS).tolist() if packed else [0] * len(bounds)
+
+    def places(self, x, axis):
+        """Of each sequence its rows of x, whose tokens lie along `axis`: to read, or to write to."""
+        each = [x] * len(self.bounds) if self.packed else x.unbind(0)
+        for one, start, (a, b) in zip(each, self.starts, self.bounds, strict=False):
+            yield one.narrow(axis, start + a, b - a)
+
+    def take(self, x, axis=-3):
+        rows = list(self.places(x, axis))
+        return torch.cat(rows, axis) if self.packed else torch.stack(rows)
+
+    def put(self, whole, x, axis=-3):
+        rows = x.split([b - a for a, b in self.bounds], axis) if self.packed else x.unbind(0)
+        for place, row in zip(self.places(whole, axis), rows, strict=True):
+            place.copy_(row)
+
+    def poisoned(self, x, seen, offsets=None):
+        """Keys with NaN behind what the last query sees: `seen(tokens)` rows of each sequence, which begins at its
+        offset.
+        """
+        x = x.clone()
+        each = [x[a:b] for a, b in itertools.pairwise(offsets)] if self.packed else x.unbind(0)
+        for one, (a, b) in zip(each, self.bounds, strict=True):
+            one[seen(b) if b > a else 0 :] = torch.nan
+        return x
+
+
+def cut(packed):
+    return [Part(bounds, packed) for bounds in (PACKED if packed else DENSE)]
+
+
+def strided(x):
+    """Head by head in memory."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def tensors(packed, heads, kv_heads):
+    """q, k, v, k_cmp and v_cmp by name, and the output's and the LSE's gradient."""
+    rows, count = ((sum(LENGTHS),), sum(map(windows, LENGTHS))) if packed else ((2, 45), windows(45))
+    of_windows = (count,) if packed else (2, count)
+    shapes = [(*rows, heads, 16), (*rows, kv_heads, 16), (*rows, kv_heads, 12)]
+    shapes += [(*of_windows, kv_heads, 16), (*of_windows, kv_heads, 12), (*rows, heads, 12)]
+    *made, do = map(strided, random(*shapes))
+    return dict(zip(("q", "k", "v", "k_cmp", "v_cmp"), made, strict=True)), do, random((*rows[:-1], heads, rows[-1]))[0]
+
+
+def truth(function, given, do, dlse, packed):
+    """o, lse, dq, dk and dv of the whole by the reference in fp64."""
+    leaves = [x.double().requires_grad_() for x in given]
+    o, lse = function(*leaves, scale=SCALE, cu_seqlens=cumulative(LENGTHS) if packed else None)
+    # A query that sees nothing passes no gradient on.
+    dlse = dlse.double().masked_fill(lse.isinf(), 0.0)
+    total = (o * do.double()).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(total, leaves)]
+
+
+def assembled(parts, given, do, run):
+    """o, lse and dq of all parts in their places, dk and dv summed up; `run(part)` gives a part's."""
+    q, k, v = given
+    o, lse, dq = torch.zeros_like(do), do.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
+    for part in parts:
+        o_part, lse_part, dq_part, dk_part, dv_part = run(part)
+        part.put(o, o_part)
+        part.put(lse, lse_part, -1)
+        part.put(dq, dq_part)
+        dk += dk_part
+        dv += dv_part
+    return [o, lse, dq, dk, dv]
+
+
+def by_operator(forward, part, q, k, v, do, dlse, *arguments):
+    """A part's o, lse, dq, dk and dv by a registered operator and autograd."""
+    leaves = [x.detach().requires_grad_() for x in (part.take(q), k, v)]
+    o, lse = forward(*leaves, *arguments)
+    return [o.detach(), lse.detach(), *torch.autograd.grad([o, lse], leaves, [part.take(do), part.take(dlse, -1)])]
+
+
+LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)], ids=["no-groups", "groups"])
+BACKENDS = pytest.mark.parametrize("backend", ["cpu"])
+
+
+def window_offsets(lengths):
+    return cumulative(map(windows, lengths)).tolist()
+
+
+@BACKENDS
+@LAYOUTS
+@GROUPS
+def test_compressed_attention(packed, heads, kv_heads, backend):
+    x, do, dlse = tensors(packed, heads, kv_heads)
+    given = x["q"], x["k_cmp"], x["v_cmp"]
+    sizes = {"compress_size": SIZE, "compress_stride": STRIDE}
+
+    def run(part):
+        k, v = (part.poisoned(y, windows, window_offsets(LENGTHS)) for y in given[1:])
+        where = part.cu, part.cu_k, part.first
+        return by_operator(
+            steps.compressed_forward, part, given[0], k, v, do, dlse, *where, SIZE, STRIDE, SCALE, backend
+        )
+
+    expected = truth(lambda *y, **z: reference.compressed_attention(*y, **sizes, **z), given, do, dlse, packed)
+    assert_close(assembled(cut(packed), given, do, run), expected)
+
+
+@BACKENDS
+def test_compressed_attention_to_means(backend):
+    """Packed means lie with room between sequences."""
+    kernels, cu = KERNELS[backend], cumulative(LENGTHS).int()
+    x, do, dlse = tensors(True, 4, 2)
+    room = mean_windows(cu, sum(LENGTHS), STRIDE)
+    given = x["q"], *(kernels.compress(y, cu, room, SIZE, STRIDE) for y in (x["k"], x["v"]))
+
+    def run(part, cu_q, first):
+        q, do_part, dlse_part = part.take(x["q"]), part.take(do), part.take(dlse, -1)
+        o, lse = kernels.compressed_forward(q, *given[1:], cu_q, room, SIZE, STRIDE, SCALE, first)
+        return (
+            o,
+            lse,
+            *kernels.compressed_backward(
+                q, *given[1:], o, lse, do_part, dlse_part, cu_q, room, SIZE, STRIDE, SCALE, first
+            ),
+        )
+
+    whole = Part([(0, length) for length in LENGTHS], True)
+    expected = [y.double() for y in run(whole, cu, None)]
+    assert_close(assembled(cut(True), given, do, lambda part: run(part, part.cu, part.first)), expected)
+
+
+@BACKENDS
+@LAYOUTS
+@pytest.mark.parametrize(
+    "sizes", [Sizes(SIZE, STRIDE, 8, 3, 1, 1), Sizes(SIZE, STRIDE, 12, 2, 1, 1), Sizes(12, STRIDE, 4, 4, 1, 2)], ids=str
+)
+def test_the_choice(packed, sizes, backend):
+    x, _, _ = tensors(packed, 4, 2)
+    k_cmp = x["k_cmp"]
+    if sizes.compress_size != SIZE:
+        # Fewer windows than of SIZE.
+        count = [windows(length, *sizes[:2]) for length in (LENGTHS if packed else (45,))]
+        k_cmp = k_cmp[..., : sum(count), :, :]
+    whole = reference.select_blocks(
+        x["q"].double(),
+        k_cmp.double(),
+        **sizes._asdict(),
+        scale=SCALE,
+        cu_seqlens=cumulative(LENGTHS) if packed else None,
+    )
+    ends = cumulative([windows(length, *sizes[:2]) for length in LENGTHS]).tolist()
+    chosen = torch.full_like(whole, -7)
+    for part in cut(packed):
+        keys = part.poisoned(k_cmp, lambda tokens: windows(tokens, *sizes[:2]), ends)
+        found = steps.select(part.take(x["q"]), keys, part.cu, part.cu_k, part.first, *sizes, SCALE, backend)
+        part.put(chosen, found)
+    assert torch.equal(chosen, whole)
+
+
+def named_blocks(x, packed, block):
+    """Three blocks a query in any order: some after it, some named twice, some none."""
+    kv_heads = x["k"].shape[-2]
+    lengths = torch.tensor([n for length in LENGTHS for n in [length] * length]) if packed else torch.full((2, 45), 45)
+    blocks = -(-lengths // block)[..., None, None]
+    (uniform,) = torch.rand(1, *lengths.shape, kv_heads, 3, generator=torch.Generator().manual_seed(3))
+    return (uniform * (blocks + 1)).int() - 1
+
+
+@BACKENDS
+@LAYOUTS
+@GROUPS
+@pytest.mark.parametrize("block", [8, 12])
+def test_selected_attention(packed, heads, kv_heads, block, backend):
+    x, do, dlse = tensors(packed, heads, kv_heads)
+    indices = named_blocks(x, packed, block)
+    given = x["q"], x["k"], x["v"]
+
+    def run(part):
+        k, v = (part.poisoned(y, int, cumulative(LENGTHS).tolist()) for y in given[1:])
+        where = part.take(indices), part.cu, part.cu_k, part.first
+        return by_operator(steps.selected_forward, part, given[0], k, v, do, dlse, *where, block, SCALE, backend)
+
+    expected = truth(
+        lambda *y, **z: reference.selected_attention(*y, indices, block_size=block, **z), given, do, dlse, packed
+    )
+    assert_close(assembled(cut(packed), given, do, run), expected)
+
+
+def test_queries_behind_their_keys_are_refused():
+    x, _, _ = tensors(True, 2, 2)
+    part = Part(PACKED[3], True)
+    numbers = *Sizes(SIZE, STRIDE, 8, 3, 1, 1), SCALE, "cpu"
+    indices = torch.zeros(41, 2, 3, dtype=torch.int32)
+    for wrong in (-1, 19):
+        first = part.first.clone()
+        first[3] = wrong
+        arguments = part.take(x["q"]), x["k_cmp"], part.cu, part.cu_k, first
+        with pytest.raises(ValueError, match=rf"first\[3\] is {wrong}: .* must stand among its keys"):
+            steps.select(*arguments, *numbers)
+        with pytest.raises(ValueError, match=rf"first\[3\] is {wrong}: .* must stand among its keys"):
+            steps.selected_forward(
+                part.take(x["q"]), x["k"], x["v"], indices, part.cu, part.cu_k, first, 8, SCALE, "cpu"
+            )
