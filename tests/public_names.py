@@ -60,6 +60,7 @@ PARAMETERS = {
         "block_size window_size gate_hidden dropout bias backend device dtype"
     ),
     "tilewise.nn.GateModel": "channels hidden * device dtype",
+    "tilewise.parallel.balanced": "cu_seqlens world * causal window_size",
     "tilewise.verify.verify": "op impl * configs dtypes seed fill gradients repeat rtol atol search mutants",
     "tilewise.verify.compare_tensors": "a b name rtol atol verbose",
     "tilewise.verify.Report": "results mutants searched",
@@ -211,10 +212,12 @@ OPTIONS = {
     ),
     "inspect": "--impl --arch --config --direction --dtype --sass --diff --json --check --update --audit",
     "warmup": "--shapes --dtype --arch --forward-only",
+    "parallel-plan": "--tokens --lengths --heads --dim --world --method --link-gb-per-s --plot",
     "doctor": "--json --report",
 }
 # Each runs in a second or two.
 COMMANDS = (
     *("verify --list", "trace flash --block-m 16 --block-n 16 --seq-blocks 1 --out .", "sanity flash --list"),
     *("new mine.py", "bench flash --list", "inspect --help", "warmup --help", "doctor --report"),
+    "parallel-plan --tokens 4096 --heads 8/2 --dim 64 --world 4",
 )

@@ -137,6 +137,11 @@ def call_explain(_):
     assert found.forward[0].name in str(found)
 
 
+@call("tilewise.parallel.balanced")
+def call_balanced(balanced):
+    assert balanced(torch.tensor([0, 3, 6]), 2).tolist() == [0, 0, 0, 1, 1, 1]
+
+
 @call("tilewise.warmup")
 def call_warmup(warmup):
     # One that compiles takes a minute; test_warmup.py has it.

@@ -1,4 +1,6 @@
-"""The commands about kernels and the machine: inspect, warmup, doctor. `tilewise.cli` has them and the others."""
+"""The commands about kernels and machines: inspect, warmup, parallel-plan, doctor. `tilewise.cli` has them and the
+others.
+"""
 
 import shlex
 import sys
@@ -132,6 +134,34 @@ def warmup(
     )
     if warmed.errors:
         raise typer.Exit(1)
+
+
+@app.command("parallel-plan")
+def parallel_plan(
+    world: Annotated[int, typer.Option(min=1, metavar="N", help="How many ranks share the tokens.")],
+    heads: Annotated[str, typer.Option(metavar="Hq/Hk", help="Query and KV heads, such as 64/4.")],
+    dim: Annotated[str, typer.Option(metavar="D[/Dv]", help="Channels of a head, and of its values.")],
+    tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="The length of one sequence.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,NxTIMES,...", help="Lengths of packed sequences: their assignment is printed too."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="all_gather or ring.")] = "all_gather",
+    link: Annotated[
+        float, typer.Option("--link-gb-per-s", metavar="GB/s", help="What a rank sends a second, and receives.")
+    ] = 450.0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw work, memory and time by rank.")] = None,
+) -> None:
+    """Say what one sequence over many GPUs would cost each: FLOPs, bytes, memory, predicted time.
+
+    Exit code 2: wrong usage.
+    """
+    console = make_console()
+    with wrong_usage_exits_with_2(console):
+        interpret_where_no_gpu()
+        from tilewise.parallel.command import Request, run_request
+
+        run_request(Request(tokens, lengths, heads, dim, world, method, link, plot), console)
 
 
 @app.command()

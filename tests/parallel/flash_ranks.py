@@ -134,8 +134,8 @@ def counted(group, options, tokens, heads_at_a_time, method):
     do = plan.shard(do, 1)
     flash_attention(*leaves, **options, parallel=plan, backend="cpu")
     found = []
-    before = held()
-    with counting(plan) as sent, idle_kernels() as seen:
+    before, seen = held(), []
+    with counting(plan) as (sent, _), idle_kernels(nothing, lambda: seen.append(held())):
         o, lse = flash_attention(*leaves, **options, parallel=plan, backend="cpu", return_lse=True)
         results = o.numel() * o.element_size() + lse.numel() * lse.element_size()
         found.append((sum(sent), max(seen) - before - results))
@@ -157,57 +157,59 @@ def is_tensor(x):
     return issubclass(type(x), torch.Tensor) and x.device.type == "cpu"
 
 
-def nothing(shape, dtype):
+def nothing(shape, *, dtype):
     """Zeros without memory."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
 @contextlib.contextmanager
-def idle_kernels():
-    """Kernels that take no time; gives what was held when each ran."""
-    seen = []
+def idle_kernels(make, ran=lambda: None):
+    """Kernels that take no time, whose results are `make(shape, dtype=dtype)`; calls `ran` when each ran."""
 
     def forward(given, _numbers):
         q, _, v, *_ = given
-        seen.append(held())
-        lse = nothing((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32)
-        return nothing((*q.shape[:-1], v.shape[-1]), q.dtype), lse
+        ran()
+        lse = make((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+        return make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype), lse
 
     def backward(given, _numbers):
         _, _, q, k, v, *_ = given
-        seen.append(held())
-        return *(nothing(x.shape, x.dtype) for x in (q, k, v)), None
+        ran()
+        return *(make(x.shape, dtype=x.dtype) for x in (q, k, v)), None
 
     before = parts.flash_forward, parts.flash_backward
     parts.flash_forward = types.SimpleNamespace(call_checked=forward)
     parts.flash_backward = types.SimpleNamespace(call_checked=backward)
     try:
-        yield seen
+        yield
     finally:
         parts.flash_forward, parts.flash_backward = before
 
 
 @contextlib.contextmanager
 def counting(plan):
-    """Bytes that this rank sends to others, collective by collective."""
-    sent = []
+    """Bytes that this rank sends to others, and receives, collective by collective."""
+    sent, came = [], []
     before = dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv
 
     def all_to_all(received, x, receives, sends, **options):
         row = x[0].numel() * x.element_size() if len(x) else 0
         sent.append(row * (sum(sends) - sends[plan.rank]))
+        came.append(received[:1].nbytes * (sum(receives) - receives[plan.rank]))
         return before[0](received, x, receives, sends, **options)
 
     def all_gather(received, x, **options):
-        sent.append(x.numel() * x.element_size() * (plan.world - 1))
+        sent.append(x.nbytes * (plan.world - 1))
+        came.append(received.nbytes - x.nbytes)
         return before[1](received, x, **options)
 
     def isend_irecv(operations):
-        sent.extend(one.tensor.numel() * one.tensor.element_size() for one in operations if one.op is dist.isend)
+        for one in operations:
+            (sent if one.op is dist.isend else came).append(one.tensor.nbytes)
         return before[2](operations)
 
     dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv = all_to_all, all_gather, isend_irecv
     try:
-        yield sent
+        yield sent, came
     finally:
         dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv = before

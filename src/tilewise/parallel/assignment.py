@@ -142,6 +142,11 @@ def everything(tokens: int, world: int) -> Ranges:
     return Ranges(zeros, zeros + tokens, zeros, torch.arange(len(zeros)))
 
 
+def gathers_all(needs: Ranges, tokens: int, world: int) -> bool:
+    """Whether ranks need half of all tokens or more: then all are sent to all."""
+    return 2 * int((needs.stops - needs.starts).sum()) >= world * tokens
+
+
 def meet(runs: Runs, ranges: Ranges) -> Pieces:
     """In the order of ranges, then of runs."""
     first = torch.searchsorted(runs.stops, ranges.starts, right=True)

@@ -36,8 +36,8 @@ def _seen_before(n: Tensor, lengths: Tensor, left: int, right: int) -> Tensor:
 @planning
 def balanced(cu_seqlens: Tensor, world: int, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
     """The assignment of packed sequences to ranks that levels their work: the longest are cut head-tail over all ranks,
-    each of the others is whole on one, where its keys need not travel. As many are cut as make the largest rank's work
-    the smallest: none, 1, 2, 4, ..., or all of them.
+    each of the others is whole on one, where its keys need not travel. Of none, 1, 2, 4, ..., or all of them as few are
+    cut as leave the largest rank's work within 1 % of the least.
 
     Args:
         cu_seqlens: offsets `[B + 1]` of the sequences.
@@ -59,15 +59,13 @@ def balanced(cu_seqlens: Tensor, world: int, *, causal: bool = True, window_size
     longest = torch.argsort(work, descending=True, stable=True)
     place = torch.empty_like(longest)
     place[longest] = torch.arange(len(longest))
-    best: tuple[int, int, list[int]] | None = None
+    found: dict[int, tuple[int, list[int]]] = {}
     for count in _counts(len(longest)):
         cut = place[cut_up.sequences] < count
         loads = sums(cut_work[cut], cut_up.ranks[cut], world).tolist()
-        largest, owners = _dealt(work[longest[count:]].tolist(), loads)
-        if best is None or largest < best[0]:
-            best = largest, count, owners
-    assert best is not None
-    _, count, owners = best
+        found[count] = _dealt(work[longest[count:]].tolist(), loads)
+    least = min(largest for largest, _ in found.values())
+    count, owners = next((n, owners) for n, (largest, owners) in found.items() if 100 * largest <= 101 * least)
     owner = torch.zeros_like(longest)
     owner[longest[count:]] = torch.tensor(owners, dtype=torch.int64)
     ranks = torch.where(place[cut_up.sequences] < count, cut_up.ranks, owner[cut_up.sequences])

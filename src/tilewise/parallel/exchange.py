@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewise.parallel.assignment import Ranges, Runs, meet, numbers, sums
+from tilewise.parallel.assignment import Ranges, Runs, gathers_all, meet, numbers, sums
 
 Tensor = torch.Tensor
 # Its name since torch 2.13.
@@ -75,7 +75,7 @@ class Exchange:
         came = numbers((stops - here.counts)[order], stops[order])
         self._came = came.to(device)
         self._receives: list[int] = sums(here.counts, here.owners, self._world).tolist()
-        self._gathers = 2 * int((needs.stops - needs.starts).sum()) >= self._world * sum(counts)
+        self._gathers = gathers_all(needs, sum(counts), self._world)
         if self._gathers:
             rows = here.owners * self._most + here.rows
             place = numbers(rows, rows + here.counts)

@@ -133,13 +133,17 @@ class Heads(NamedTuple):
     queries: slice
 
 
+def heads_that_fit(count: int, bytes_a_head: int) -> int:
+    """How many of so many KV heads are fetched at a time."""
+    return min(count, max(1, FETCHED_BYTES // max(1, bytes_a_head)))
+
+
 def heads_at_a_time(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor) -> list[Heads]:
     """Heads whose K and V of the whole batch fit into FETCHED_BYTES: the same on all ranks."""
     batch = 1 if plan.packed else k.shape[0]
     a_head = batch * plan.tokens * (k.shape[-1] + v.shape[-1]) * k.element_size()
     count, group = k.shape[-2], q.shape[-2] // k.shape[-2]
-    step = min(count, max(1, FETCHED_BYTES // max(1, a_head)))
-    ends = [*range(0, count, step), count]
+    ends = [*range(0, count, heads_that_fit(count, a_head)), count]
     return [Heads(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(ends)]
 
 

@@ -1,0 +1,73 @@
+"""What ranks run in the tests of what is counted without them."""
+
+import weakref
+
+import torch
+from parallel.flash_ranks import counting, idle_kernels
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tilewise import flash_attention
+from tilewise.parallel import ContextPlan, flash
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that are made inside, while they live: the most at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+        found = function(*arguments, **(named or {}))
+        there = set(map(storage, tensors((arguments, named))))
+        for x in tensors(found):
+            if storage(x) not in there:
+                there.add(storage(x))
+                memory = x.untyped_storage()
+                self.now += memory.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(memory, self.release, memory.nbytes())
+        return found
+
+    def release(self, size):
+        self.now -= size
+
+
+def tensors(found):
+    return [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+
+
+def storage(x):
+    return x.untyped_storage()._cdata
+
+
+def measured(group, cu_seqlens, balance, method, layer, fetched_bytes):
+    """(sent, received, peak) of a forward, then of a backward, of kernels that hold nothing but their results."""
+    flash.FETCHED_BYTES = fetched_bytes
+    where = {"seq_len": int(cu_seqlens[-1])} if len(cu_seqlens) == 2 else {"cu_seqlens": cu_seqlens}
+    plan = ContextPlan(group, **where, balance=balance, method=method)
+    lead = (plan.local_tokens,) if plan.packed else (1, plan.local_tokens)
+    shapes = [(layer.heads, layer.dim), (layer.kv_heads, layer.dim), (layer.kv_heads, layer.value_dim)]
+    q, k, v = (torch.zeros(*lead, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    do = torch.zeros(*lead, layer.heads, layer.value_dim, dtype=torch.bfloat16)
+    # The first call also compares what ranks are about to do. Of the others the least: gloo's threads may let go of
+    # what was sent a little later.
+    with idle_kernels(torch.empty):
+        found = [once(plan, (q, k, v), do) for _ in range(4)][1:]
+    return [min(directions) for directions in zip(*found, strict=True)]
+
+
+def once(plan, leaves, do):
+    """Of one forward and one backward."""
+    inputs = sum(x.nbytes for x in leaves)
+    found = []
+    with counting(plan) as (sent, came):
+        with Peak() as peak:
+            o, lse = flash_attention(*leaves, causal=True, return_lse=True, parallel=plan, backend="cpu")
+        found.append((sum(sent), sum(came), inputs + peak.most))
+        del sent[:], came[:]
+        with Peak() as peak:
+            torch.autograd.grad(o, leaves, do)
+        found.append((sum(sent), sum(came), inputs + o.nbytes + lse.nbytes + do.nbytes + peak.most))
+    return found
