@@ -95,10 +95,19 @@ def test_empty_calls(place):
     o, lse = run(dense(device, lengths=(0, 0), room=0), backend)
     assert not o.any()
     assert (lse == -torch.inf).all()
-    sinks = torch.tensor([0.5, -torch.inf, 2.0, 0.0], device=device)
-    o, lse = run(dense(device, lengths=(0, 0)), backend, sinks=sinks)
-    assert not o.any()
-    torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+def test_a_sink_may_be_any_finite_number(place, splits):
+    backend, device = place
+    # The largest are beyond fp32 in base 2; the first entry has no keys.
+    sinks = torch.tensor([3.4e38, -3.4e38, -torch.inf, 0.5], device=device)
+    call = dense(device, lengths=(0, 70))
+    o, lse = run(call, backend, sinks=sinks, num_splits=splits)
+    assert torch.equal(lse[0], sinks[:, None].expand_as(lse[0]))
+    assert not o[0].any()
+    truth, true_lse = run(call, "reference", sinks=sinks)
+    torch.testing.assert_close((o, lse), (truth, true_lse), rtol=1e-4, atol=1e-5)
 
 
 def packed_queries(device):

@@ -205,12 +205,14 @@ def online_softmax_step(b_s, m, l, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
-def add_sink(m, l, sinks, i_h):
-    """Head `i_h`'s sink added to the final sums: the maximum, the sum, and the factor of what was summed before.
+def add_sink(m, l, b_sink):
+    """A sink, or one for each row, added to the final sums: the maximum, the sum, and the factor of what was summed
+    before.
 
-    The maximum is natural from here on, so that a row that sees no key has the sink itself as its LSE.
+    The maximum is natural from here on, so that a row that sees no key has the sink itself as its LSE, and
+    no finite sink overflows.
     """
-    b_sink = tl.load(sinks + i_h).to(tl.float32)
+    b_sink = b_sink.to(tl.float32)
     m = m * 0.6931471805599453
     m_new = tl.maximum(m, b_sink)
     # -inf where a row sees no key and there is no sink: shift it by 0 instead, so that its sum stays 0.

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tilewise.ops._device.records import Rows, Window
 from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
-from tilewise.ops._device.scores import cap_scores, keep, key_range, online_softmax_step, softmax_finish
+from tilewise.ops._device.scores import add_sink, cap_scores, keep, key_range, online_softmax_step, softmax_finish
 
 # Sizes that change from call to call: one kernel serves all of them, whether 1, multiples of 16 or neither.
 SIZES = (
@@ -258,11 +258,6 @@ def flash_decode_kernel(
         m = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
         l = tl.full([SHAPE.BLOCK_M], 0.0, tl.float32)
         acc = tl.full([SHAPE.BLOCK_M, SHAPE.BLOCK_DV], 0.0, tl.float32)
-        if sinks is not None:
-            # One more logit, without a value: the first split begins with it.
-            b_sink = tl.load(sinks + o_h, mask=m_r & (i_split == 0), other=float("-inf")).to(tl.float32)
-            m = b_sink * 1.4426950408889634
-            l = tl.where(b_sink != float("-inf"), 1.0, 0.0)
         p_table = cache.table
         if SHAPE.PAGE is not None:
             p_table += tl.cast(i_b, tl.int64) * (n_keys // SHAPE.PAGE)
@@ -290,7 +285,12 @@ def flash_decode_kernel(
                     acc, m, l = flash_decode_step(
                         b_q, acc, m, l, o_t, k_keys, v_keys, i_n, window, scales, SHAPE, RUN != 1 or SHAPE.MASKED
                     )
-        b_o, b_lse = softmax_finish(acc, m, l)
+        if sinks is not None:
+            # One more logit, without a value, in the first split alone.
+            b_sink = tl.load(sinks + o_h, mask=m_r & (i_split == 0), other=float("-inf"))
+            m, l, rescale = add_sink(m, l, b_sink)
+            acc = acc * rescale[:, None]
+        b_o, b_lse = softmax_finish(acc, m, l, sinks is not None)
         o_dv = tl.arange(0, SHAPE.BLOCK_DV)
         m_o = m_r[:, None] & (o_dv < SHAPE.DV)[None, :]
         if splits.count == 1:

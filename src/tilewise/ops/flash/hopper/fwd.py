@@ -171,7 +171,7 @@ def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
     m = state.m
     l = gl.convert_layout(gl.sum(state.l, 1), m.type.layout)
     if given.sinks is not None:
-        m, l, rescale = add_sink(m, l, given.sinks, item.i_h)
+        m, l, rescale = add_sink(m, l, gl.load(given.sinks + item.i_h))
     # Not `> 0`, which NaN fails too: a row with NaN in it has seen something.
     seen = l != 0.0
     l = gl.where(seen, l, 1.0)

@@ -102,7 +102,7 @@ def flash_fwd_kernel(
                     b_q, acc, m, l, k_rows, v_rows, i_m, i_n, window, scales, taps, TILE, RUN != 1
                 )
     if sinks is not None:
-        m, l, rescale = add_sink(m, l, sinks, i_h)
+        m, l, rescale = add_sink(m, l, tl.load(sinks + i_h))
         acc = acc * rescale[:, None]
     b_o, b_lse = softmax_finish(acc, m, l, sinks is not None)
     o_rows = Rows(o.x, o.strides, i_b, i_h, start_q, Tq)

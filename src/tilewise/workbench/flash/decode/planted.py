@@ -97,7 +97,7 @@ _TILES = (
         "i_hk = i_h // SHAPE.CHUNKS",
         "i_hk = i_h % (n_heads // SHAPE.GROUP)",
     ),
-    ("forgotten-rescale", "earlier sums keep the old maximum", "acc * rescale[:, None]", "acc"),
+    ("forgotten-rescale", "earlier sums keep the old maximum", "b_v, acc * rescale[:, None]", "b_v, acc"),
     ("sign-ignored", "a negative scale acts as a positive one", "(b_q * SHAPE.SIGN)", "b_q"),
     ("window-top-left", "masks are aligned at the first key", "limits.right, keys.end - Tq)", "limits.right, 0)"),
     ("sink-in-every-split", "every split has the sink", "mask=m_r & (i_split == 0)", "mask=m_r"),
@@ -107,7 +107,13 @@ _TILES = (
         "sinks + o_h,",
         "sinks + 0 * o_h + i_h,",
     ),
-    ("sink-in-base-e", "a sink joins a maximum to base 2", "m = b_sink * 1.4426950408889634", "m = b_sink"),
+    ("sink-in-base-2", "a sink is turned to base 2", "add_sink(m, l, b_sink)", "add_sink(m, l, b_sink * 1.4427)"),
+    (
+        "sink-lse-in-base-2",
+        "after a sink the maximum is still to base 2",
+        "softmax_finish(acc, m, l, sinks is not None)",
+        "softmax_finish(acc, m, l)",
+    ),
 )
 _APPENDED = (
     ("append-late", "new keys are written a row late", "o_n = first + o_t", "o_n = first + o_t + 1"),
