@@ -61,6 +61,34 @@ def sharded(group, sizes, offsets, dtype, options, with_sinks, backend, plan_opt
     return [whole[0], plan.unshard(lse, -1), *whole[1:], *rest]
 
 
+def compiled(group, method):
+    """Results and gradients of a step in eager torch and inside torch.compile; and how many graphs that made by two
+    plans, one after the other.
+    """
+    tokens, graphs = 97, []
+
+    def step(q, k, v, plan):
+        o = flash_attention(q * 2, k, v, causal=True, parallel=plan) * 3
+        whole = plan.unshard(o, 1).sin() / plan.world
+        whole.sum().backward()
+        return o, whole
+
+    def counting(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    inside, found = torch.compile(step, backend=counting), []
+    q, k, v, *_ = inputs(2, tokens, 4, 2, 8, 6, False, torch.float32)
+    for way in (step, inside, inside):
+        plan = ContextPlan(group, seq_len=tokens, method=method)
+        leaves = [plan.shard(x, 1).requires_grad_() for x in (q, k, v)]
+        o, whole = way(*leaves, plan)
+        found.append([o.detach(), whole.detach(), *(x.grad for x in leaves)])
+    torch._dynamo.reset()
+    return *found, len(graphs)
+
+
 def on_reference(group):
     """Where a rank has no tokens, gradients of the LSE alone, and second derivatives."""
     tokens = 21

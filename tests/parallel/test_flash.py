@@ -87,6 +87,15 @@ def test_many_calls_sum_up_the_gradient_of_sinks():
         assert error <= 2 * allowed
 
 
+@pytest.mark.parametrize("method", ["all_gather", slow("ring")])
+def test_inside_torch_compile_a_plan_is_run_as_it_stands(method):
+    for eager, first, second, graphs in processes().run(flash_ranks.compiled, 2, method):
+        assert all(map(torch.equal, eager, first))
+        assert all(map(torch.equal, eager, second))
+        # Before attention, behind it, and behind unshard: none of the plan's own, and none anew for another plan.
+        assert graphs == 3
+
+
 def test_a_few_heads_at_a_time():
     compare(2, PACKED, {"causal": True}, "cpu", with_sinks=True, balance="contiguous", heads_at_a_time=1)
 

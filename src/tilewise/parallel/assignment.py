@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
+from tilewise.ops._host.register import uncompiled
+
 Tensor = torch.Tensor
 Balance = Literal["head_tail", "contiguous"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -20,9 +22,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def planning(function: Function) -> Function:
     """Around what makes tensors that a plan keeps: numbers on the CPU, whatever torch's default device is, and which
-    may be saved for a backward, also where they are made in inference mode.
+    may be saved for a backward, also where they are made in inference mode. Never compiled: values decide.
     """
 
+    @uncompiled
     @functools.wraps(function)
     def plan(*arguments: Any, **named: Any) -> Any:
         with torch.inference_mode(False), torch.device("cpu"):

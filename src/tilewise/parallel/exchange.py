@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tilewise.ops._host.register import uncompiled
 from tilewise.parallel.assignment import Ranges, Runs, gathers_all, meet, numbers, sums
 
 Tensor = torch.Tensor
@@ -139,6 +140,7 @@ class BringHome(torch.autograd.Function):
     """`Exchange.bring_home`, differentiable: each is the other's backward."""
 
     @staticmethod
+    @uncompiled
     def forward(ctx: Any, gradient: Tensor, exchange: Exchange) -> Tensor:
         """The sum of all ranks' gradients of this rank's rows."""
         ctx.exchange = exchange
@@ -156,6 +158,7 @@ class Once(torch.autograd.Function):
     """
 
     @staticmethod
+    @uncompiled
     def forward(_ctx: Any, differentiate: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> Any:
         """Its gradients."""
         return differentiate(*given)

@@ -10,6 +10,7 @@ import torch
 
 from tilewise.ops._host import checks
 from tilewise.ops._host.backend import resolve_backend
+from tilewise.ops._host.register import uncompiled
 from tilewise.ops.flash.api import flash_attention
 from tilewise.parallel import parts, ring
 from tilewise.parallel.assignment import planning
@@ -40,6 +41,7 @@ class Options(NamedTuple):
         return False, call.left, call.right, self.scale, self.softcap, self.deterministic, self.backend
 
 
+@uncompiled
 def attend(
     plan: ContextPlan,
     q: Tensor,

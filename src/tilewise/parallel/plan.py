@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilewise.ops._host.register import uncompiled
 from tilewise.ops.flash.api import flash_attention
 from tilewise.parallel.assignment import (
     Balance,
@@ -104,6 +105,7 @@ class ContextPlan:
             raise ValueError(f"x has {x.shape[dim]} tokens in axis {dim}: the plan is for {self.tokens}")
         return x.index_select(dim, self._mine(x.device))
 
+    @uncompiled
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor on every rank, from all ranks' local ones. Its gradients are summed over the ranks."""
         dim %= x.dim()
