@@ -26,6 +26,7 @@ from tilewise.ops.flash import simulate
 from tilewise.ops.flash.decode import reference as decode
 from tilewise.ops.hstu import reference as hstu
 from tilewise.ops.nsa import reference as nsa
+from tilewise.parallel.assignment import assign
 
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -55,6 +56,8 @@ TILES: dict[str, simulate.Options] = {
     "causal, window_size=(31, 0)": simulate.Options(scale=1.0, left=31, right=0),
 }
 TILING, TILED = simulate.Tiling(block_m=16, block_n=8), 96
+# Tokens of a sequence, and the ranks that share it.
+SHARED, RANKS = 32, 4
 # Three sequences, the first and the last with a common prompt; -1 where no page has been handed out.
 PAGE_SIZE, PAGE_TABLE, LENGTHS = 16, ((4, 1, -1), (2, 0, 5), (4, 3, -1)), (25, 41, 20)
 NSA: dict[str, Any] = {
@@ -275,6 +278,27 @@ def draw_flash_masks() -> Figure:
     return figure
 
 
+def draw_balance() -> Figure:
+    """Which rank computes what of a causal mask."""
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    mask = flash_mask(SHARED, SHARED, causal=True)
+    for axes, name in zip(figure.subplots(1, 2), ("contiguous", "head_tail"), strict=True):
+        runs = assign(torch.tensor([0, SHARED]), RANKS, name)
+        rank = runs.ranks.repeat_interleave(runs.stops - runs.starts).numpy()
+        pairs = ", ".join(str(mask[rank == r].sum()) for r in range(RANKS))
+        cells, colours = np.where(mask, 1 + rank[:, None], 0), [GREY, BLUE, SKY, ORANGE, GREEN]
+        paint(
+            axes,
+            cells,
+            colours,
+            f'balance="{name}"',
+            f"key\npairs of ranks 0 to {RANKS - 1}: {pairs}",
+            tile=(4, SHARED),
+        )
+    legend(figure, rank_0=BLUE, rank_1=SKY, rank_2=ORANGE, rank_3=GREEN, not_seen=GREY)
+    return figure
+
+
 def draw_flash_tiles() -> Figure:
     """The tiles that the forward kernel visits, with and without its mask."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
@@ -401,6 +425,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "flash-masks": draw_flash_masks,
     "flash-tiles": draw_flash_tiles,
     "decode-pages": draw_decode_pages,
+    "parallel-balance": draw_balance,
     "nsa-branches": draw_nsa,
     "hstu-masks": draw_hstu,
     "bsa-blocks": draw_bsa,

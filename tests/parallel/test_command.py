@@ -1,11 +1,18 @@
 """`tilewise parallel-plan`."""
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilewise.cli import app
+from tilewise.parallel.assignment import assign
+from tilewise.parallel.estimate import flash_estimate, sparse_estimate
+from tilewise.parallel.traffic import Layer
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
 def run(*words):
@@ -67,3 +74,19 @@ def test_wrong_usage(words, message):
     code, said = run(*words)
     assert code == 2
     assert message in " ".join(said.split())
+
+
+def test_the_table_of_the_page_is_what_it_predicts():
+    rows = re.findall(r"^\| ([\d,]+ \| [\d,]+ \| \d+(?: \| [\d.]+){6}) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert len(rows) == 7
+    for row in rows:
+        tokens, world, link, *shown = (float(cell.replace(",", "")) for cell in row.split(" | "))
+        bounds = torch.tensor([0, int(tokens)])
+        given = bounds, assign(bounds, int(world), "head_tail"), int(world), Layer(64, 4, 128, 128)
+        found = [flash_estimate(*given, method, link * 1e9) for method in ("all_gather", "ring")]
+        found.append(sparse_estimate(*given, link * 1e9))
+        for one, milliseconds, gigabytes in zip(found, shown[::2], shown[1::2], strict=True):
+            seconds = (one.forward.seconds + one.backward.seconds).max().item()
+            memory = torch.maximum(one.forward.memory, one.backward.memory).max().item()
+            assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.005)
+            assert memory * 1e-9 == pytest.approx(gigabytes, rel=0.005)
