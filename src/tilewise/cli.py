@@ -100,6 +100,10 @@ def verify(
     verbosity: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="A line a check; -vv: every tensor's figures too.")
     ] = 0,
+    parallel: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Run the cases over N processes, by a ContextPlan, on the CPU (flash)."),
+    ] = None,
     leave_out: Annotated[
         bool,
         typer.Option(
@@ -137,15 +141,20 @@ def verify(
             raise UsageError("--kernel, --small and --diff choose among tile configurations: add --every-config")
         if leave_out:
             flags = by_range, range_raw, mutants, everything, fail_fast, every_config, list_names
-            values = fill, search, use, verbosity, schedules, schedule, repeat, json, html
+            values = fill, search, use, verbosity, schedules, schedule, repeat, parallel, json, html
             if any(flags) or any(values) or (rtol, atol) != (None, None) or (number, budget) != (SEED, BUDGET):
                 raise UsageError("--leave-out takes --impl, --config, --dtype and --no-grad, no other option")
             _leave_out(operators, impl, config, dtype, not no_grad)
             return
         if every_config:
             given = impl, config, use, rtol, atol, repeat, json, html
-            others = range_raw, fill, search, no_grad, mutants, everything, fail_fast, verbosity, schedules, schedule
-            if any(x is not None for x in given) or any(others) or (dtype, number, budget) != (DTYPES, SEED, BUDGET):
+            others = fill, search, no_grad, mutants, everything, fail_fast, verbosity, schedules, schedule, parallel
+            if (
+                any(x is not None for x in given)
+                or any(others)
+                or range_raw
+                or (dtype, number, budget) != (DTYPES, SEED, BUDGET)
+            ):
                 raise UsageError("--every-config takes --kernel, --small, --diff, --range and --list, no other option")
             if operators is None or len(operators) != 1:
                 names = ", ".join(workbench.names("configs"))
@@ -164,7 +173,7 @@ def verify(
             console.print(f"seed {number}", highlight=False)
             command = re.sub(r"--seed[ =]random\b", f"--seed {number}", command)
         amount = search, mutants, everything, budget
-        request = Request(*what, settings, *amount, use or [], json, html, fail_fast, verbosity, command)
+        request = Request(*what, settings, *amount, use or [], parallel or 0, json, html, fail_fast, verbosity, command)
         try:
             passed = run_request(request, console)
         except KeyboardInterrupt:

@@ -45,6 +45,7 @@ def verify(
     everything: bool = False,
     budget: float = BUDGET,
     uses: Sequence[str] = (),
+    parallel: int = 0,
 ) -> Report:
     """Check an implementation of an operator against its reference: outputs, gradients, edge cases.
 
@@ -67,6 +68,7 @@ def verify(
         budget: minutes; what has not begun by then is skipped, and the report does not pass.
         uses: nothing but these ways of using it (`tilewise verify --list` has them, `all` is all of them), of `configs`
             or of a small case; without it all of them, of a small case and a drawn one, besides the standard cases.
+        parallel: over so many processes, by a ContextPlan on the CPU; of our own backends.
 
     Raises:
         UsageError: with what to do, where the request itself is wrong.
@@ -74,11 +76,13 @@ def verify(
     settings = Settings(seed, fill, gradients, repeat, rtol, atol)
     operator = workbench.find(op)
     left = Budget(budget)
+    if parallel and (callable(impl) or search):
+        raise UsageError("parallel runs our own backends' cases: leave out impl and search")
     if callable(impl):
         report = _verify_here(operator, impl, configs, dtypes, settings, search, left, uses)
     else:
         interpreter.use_where_no_gpu()
-        checks = plan(operator, impl, configs, dtypes, settings, everything, uses)
+        checks = plan(operator, impl, configs, dtypes, settings, everything, uses, parallel)
         report = Report(in_order(run_checks(checks, left), checks))
         if search:
             report.results += search_failures(operator, impl, search, dtypes, settings, left)
@@ -86,7 +90,7 @@ def verify(
     if search and not any(result.skipped and not result.check.use for result in report.results):
         report.searched[op] = search
     if mutants:
-        report.mutants += score(operator, configs, dtypes, settings, left)
+        report.mutants += score(operator, configs, dtypes, settings, left, parallel)
     return report
 
 
@@ -96,6 +100,12 @@ def run_checks(checks: Sequence[Check], budget: Budget | None = None) -> Iterato
     Someone else's function is checked in order, the smallest case first. Of ours an operator's dearest checks go first:
     a long one at the end would leave the other processes idle.
     """
+    budget = budget or Budget()
+    if any(check.implementation.ranks for check in checks):
+        from tilewise.verify.over_ranks import run_over_ranks
+
+        yield from run_over_ranks(checks, budget)
+        return
     external = any(check.implementation.external for check in checks)
     # Uses of one case share its ordinary use, and so a process.
     jobs: dict[tuple[Check, bool], list[Check]] = {}
@@ -151,8 +161,12 @@ def score(
     dtypes: Sequence[str],
     settings: Settings,
     budget: Budget | None = None,
+    ranks: int = 0,
 ) -> Iterator[MutantResult]:
     """Each planted bug through the same cases and criterion, until a check fails."""
+    if ranks:
+        yield from _score_over_ranks(operator, configs, dtypes, settings, budget or Budget(), ranks)
+        return
     suite: Suite = operator.load("suite")
     kernels = next((i for i in implementations() if i.name in ("triton", HOPPER)), None)
     mutants = planted(operator)
@@ -198,6 +212,20 @@ def score(
     for mutant, job in again:
         (results,) = run_jobs([job], budget)
         yield _scored(operator, mutant, results[-1])
+
+
+def _score_over_ranks(
+    operator: Operator, configs: Sequence[str], dtypes: Sequence[str], settings: Settings, budget: Budget, ranks: int
+) -> Iterator[MutantResult]:
+    from tilewise.verify.over_ranks import run_over_ranks
+
+    checks = plan(operator, None, configs, dtypes, settings, ranks=ranks)
+    first = [check for check in checks if check.implementation == checks[-1].implementation]
+    for mutant in planted(operator, ranks):
+        for result in run_over_ranks(first, budget, mutant):
+            if not result.passed:
+                break
+        yield _scored(operator, mutant, result)
 
 
 def _scored(operator: Operator, mutant: Mutant, last: Result) -> MutantResult:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise._gluon.faults import KernelFaultError
-from tilewise.verify.implementation import WrongReturnError
+from tilewise.verify.implementation import RankError, WrongReturnError
 from tilewise.verify.result import ERROR, Finding
 
 
@@ -19,7 +19,7 @@ class Attempt(NamedTuple):
 
 def error_finding(error: Exception) -> Finding:
     """What the function raised, with its place."""
-    if isinstance(error, WrongReturnError | KernelFaultError):
+    if isinstance(error, WrongReturnError | KernelFaultError | RankError):
         return Finding(ERROR, str(error))
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""

@@ -11,7 +11,7 @@ from rich.text import Text
 from tilewise import doctor, workbench
 from tilewise.doctor import environment
 from tilewise.verify.api import in_order, run_checks, score, search_failures
-from tilewise.verify.plan import plan, planted
+from tilewise.verify.plan import left_out, plan, planted
 from tilewise.verify.result import NOTE, Check, Report, Result, Settings
 from tilewise.verify.suite import Suite
 from tilewise.verify.text import (
@@ -46,6 +46,8 @@ class Request:
     # Minutes.
     budget: float
     uses: Sequence[str]
+    # Over so many processes; 0: in one.
+    parallel: int
     json: Path | None
     html: Path | None
     fail_fast: bool
@@ -65,9 +67,15 @@ def run_request(request: Request, console: Console) -> bool:
                 f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
             )
     what = request.impl, request.configs, request.dtypes, request.settings, request.everything, request.uses
-    plans = [(operator, plan(operator, *what)) for operator in operators]
+    if request.parallel and request.search:
+        raise UsageError("--parallel runs cases that are there, and --search draws others: give one of them")
+    plans = [(operator, plan(operator, *what, request.parallel)) for operator in operators]
     report = Report()
     progress = _Progress(console, request, plans)
+    for operator in operators if request.parallel and not request.configs else ():
+        if count := left_out(operator, request.everything):
+            reason = "are no self-attention, which alone runs over ranks"
+            console.print(f"{operator.name}: {count} cases left out: they {reason}", highlight=False)
     try:
         progress.start()
         for lines in _run(request, plans, report):
@@ -104,11 +112,13 @@ def list_cases(operators: Sequence[str], console: Console) -> None:
         console.print(f"[bold]{operator.name}[/]: {operator.summary}", highlight=False)
         for case in suite.cases:
             console.print(f"  {case.name:<16} {case.about}  [dim]{case.problem}[/]", highlight=False)
-        mutants = planted(operator)
-        if mutants:
-            console.print(
-                f"  {len(mutants)} planted bugs: {', '.join(mutant.name for mutant in mutants)}", highlight=False
-            )
+        for where, mutants in (
+            ("", planted(operator)),
+            (" over ranks", operator.load("over_ranks").mutants if operator.has("over_ranks") else ()),
+        ):
+            if mutants:
+                names = ", ".join(mutant.name for mutant in mutants)
+                console.print(f"  {len(mutants)} planted bugs{where}: {names}", highlight=False)
 
 
 def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report: Report) -> Iterator[list[str]]:
@@ -140,13 +150,14 @@ def _run(request: Request, plans: Sequence[tuple[Operator, list[Check]]], report
                 if request.fail_fast:
                     return
         if request.mutants:
-            for mutant in score(operator, request.configs, request.dtypes, request.settings, budget):
+            for mutant in score(operator, request.configs, request.dtypes, request.settings, budget, request.parallel):
                 report.mutants.append(mutant)
                 yield [] if mutant.skipped else [mutant_line(mutant)]
 
 
 def _operators(request: Request) -> list[Operator]:
-    return [workbench.find(name) for name in request.operators or workbench.names("suite")]
+    part = "over_ranks" if request.parallel else "suite"
+    return [workbench.find(name) for name in request.operators or workbench.names(part)]
 
 
 def _suite(operator: Operator) -> Suite:
@@ -167,7 +178,7 @@ class _Progress(Progress):
         self._tasks_of: dict[str, TaskID] = {}
         for operator, checks in plans:
             self._tasks_of[operator.name] = self.add_task(operator.name, total=len(checks), unit="checks")
-        bugs = sum(len(planted(operator)) for operator, _ in plans) if request.mutants else 0
+        bugs = sum(len(planted(operator, request.parallel)) for operator, _ in plans) if request.mutants else 0
         self._bugs = self.add_task("planted bugs", total=bugs, unit="caught") if bugs else None
 
     def show(self, report: Report) -> None:

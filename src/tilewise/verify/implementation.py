@@ -149,6 +149,10 @@ class WrongReturnError(Exception):
     """The function returned something that is not the operator's outputs."""
 
 
+class RankError(Exception):
+    """Over several processes (over_ranks.py), one raised, ended or did not answer; the message says which."""
+
+
 class ModifiedError(Exception):
     """The function changed a gradient that it was given."""
 
@@ -202,7 +206,7 @@ def gradients_of(
         # Where inputs have custom strides, so do the incoming gradients.
         strided = not all(x.is_contiguous() for x in leaves.values())
         arriving = [
-            _laid_out(gradient.to(x.device, x.dtype), strided)
+            laid_out(gradient.to(x.device, x.dtype), strided)
             for gradient, x in zip(arriving, heads.values(), strict=True)
         ]
         before = [gradient.clone() for gradient in arriving]
@@ -240,11 +244,11 @@ def floating(inputs: Tensors) -> list[str]:
     return [name for name, x in inputs.items() if x.is_floating_point()]
 
 
-def _laid_out(gradient: torch.Tensor, strided: bool) -> torch.Tensor:
+def laid_out(x: torch.Tensor, strided: bool) -> torch.Tensor:
     """As it is, or with the axes before the last in another order in memory."""
-    if not strided or gradient.ndim < 3:
-        return gradient
-    return gradient.transpose(-2, -3).contiguous().transpose(-2, -3)
+    if not strided or x.ndim < 3:
+        return x
+    return x.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
 def flat_outputs(returned: Any) -> list[Any]:

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 
 from tilewise.verify.drawing import INTERPRETED, SHORT, drawn
+from tilewise.verify.rank_suite import OverRanks
 from tilewise.verify.result import HOPPER, Check, Implementation, Settings
-from tilewise.verify.suite import FILLS, Mutant, Problem, Suite, make_fill, sequences
+from tilewise.verify.suite import FILLS, Case, Mutant, Problem, Suite, make_fill, sequences
 from tilewise.verify.uses import USES, applies
 from tilewise.workbench.operator import GROWTH, Operator, UsageError, did_you_mean
 
@@ -43,13 +44,16 @@ def implementations(external: str | None = None) -> list[Implementation]:
     return chosen
 
 
-def planted(operator: Operator) -> tuple[Mutant, ...]:
-    """The bugs whose kernels run here."""
+def planted(operator: Operator, ranks: int = 0) -> tuple[Mutant, ...]:
+    """The bugs whose kernels run here; over ranks those of tilewise.parallel."""
     import torch
 
     from tilewise.ops._host.backend import interpreting
 
     suite: Suite = operator.load("suite")
+    if ranks:
+        declared: OverRanks = operator.load("over_ranks")
+        return declared.mutants
     if torch.cuda.is_available() and not interpreting():
         return suite.planted(torch.cuda.get_device_capability())
     return suite.planted(None) + (suite.planted_for_hopper() if suite.hopper else ())
@@ -63,8 +67,10 @@ def plan(
     settings: Settings,
     everything: bool = False,
     uses: Sequence[str] = (),
+    ranks: int = 0,
 ) -> list[Check]:
-    """The standard checks of an operator, or those of the cases in `configs`; or nothing but the `uses` of these.
+    """The standard checks of an operator, or those of the cases in `configs`; or nothing but the `uses` of these; or
+    cases over so many `ranks`.
 
     Cases in `configs` are checked in every dtype, and so are the standard ones, except for our own backends without a
     GPU, where each check is slow: there, unless `everything` is asked for, a case runs in one dtype, in turn, and in
@@ -96,6 +102,12 @@ def plan(
         )
     if uses and settings.schedules:
         raise UsageError("--schedules runs cases, and --use their other uses: give one of them")
+    if ranks:
+        if external or uses or settings.schedules or GROWTH in chosen:
+            raise UsageError(
+                f"--parallel runs our own backends' cases: leave out --impl, --use, --schedules and {GROWTH}"
+            )
+        return _over_ranks(operator, ranks, chosen, dtypes, settings, everything)
     turns: dict[str, int] = {}
     checks = []
     for implementation in implementations(external):
@@ -126,6 +138,47 @@ def plan(
             if use in uses or applies(use, suite.find(name).problem, settings.gradients)
         ]
     return checks
+
+
+def _over_ranks(
+    operator: Operator,
+    ranks: int,
+    chosen: Sequence[str],
+    dtypes: Sequence[str],
+    settings: Settings,
+    everything: bool,
+) -> list[Check]:
+    """Cases over ranks: by default each in one dtype, in turn, and where kernels are interpreted a few."""
+    suite: Suite = operator.load("suite")
+    declared: OverRanks = operator.load("over_ranks")
+    lacking = [name for name in chosen if not declared.takes(suite.find(name).problem)]
+    if lacking:
+        raise UsageError(
+            f"{operator.name}: {', '.join(lacking)} is no self-attention, which alone runs over ranks: leave it out of"
+            " --config"
+        )
+    found = [one._replace(ranks=ranks) for one in implementations() if one.device == "cpu" and one.name != HOPPER]
+    if not found:
+        raise UsageError("--parallel runs on the CPU, and TILEWISE_BACKEND chooses nothing that does: expected cpu")
+    checks = []
+    for implementation in found:
+        taken = [case.name for case in _standard(suite, implementation, everything) if declared.takes(case.problem)]
+        few = implementation.interpreted and not everything
+        names = chosen or (declared.few if few else [*taken, *declared.cases])
+        for i, name in enumerate(names):
+            here = dtypes if chosen or everything else [dtypes[i % len(dtypes)]]
+            checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in here]
+    return checks
+
+
+def _standard(suite: Suite, implementation: Implementation, everything: bool) -> tuple[Case, ...]:
+    return suite.standard(implementation.device, implementation.interpreted, everything)
+
+
+def left_out(operator: Operator, everything: bool) -> int:
+    """How many standard cases do not run over ranks."""
+    suite, declared = operator.load("suite"), operator.load("over_ranks")
+    return sum(not declared.takes(case.problem) for case in suite.standard("cpu", False, everything))
 
 
 def _simulated(

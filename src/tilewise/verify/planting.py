@@ -1,4 +1,4 @@
-"""Plants a bug: rewrites the source of one module of tilewise.ops as it is imported."""
+"""Plants a bug: rewrites the source of one module of tilewise.ops or tilewise.parallel as it is imported."""
 
 import importlib.abc
 import importlib.machinery
@@ -12,10 +12,10 @@ from tilewise.verify.suite import Mutant
 
 
 def plant(mutant: Mutant) -> None:
-    """From now on this process imports `mutant.module` with its bug; nothing of tilewise.ops may have been imported
-    before.
+    """From now on this process imports `mutant.module` with its bug; nothing of tilewise.ops or tilewise.parallel
+    may have been imported before.
     """
-    imported = [name for name in sys.modules if name.startswith("tilewise.ops")]
+    imported = [name for name in sys.modules if name.startswith(("tilewise.ops", "tilewise.parallel"))]
     if imported:
         raise RuntimeError(
             f"{imported[0]} is already imported, so {mutant.name!r} cannot be planted: plant in a fresh process"
@@ -30,7 +30,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != f"tilewise.ops.{self._mutant.module}":
+        if fullname != self._mutant.planted_in:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.origin is None:

@@ -42,9 +42,12 @@ class Implementation(NamedTuple):
     device: str
     external: bool = False
     interpreted: bool = False
+    # Over how many processes (over_ranks.py); 0: in one, without a plan.
+    ranks: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name} (interpreted)" if self.interpreted else self.name
+        name = f"{self.name} (interpreted)" if self.interpreted else self.name
+        return f"{name} × {self.ranks}" if self.ranks else name
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Check:
         """The command that repeats this check."""
         words = ["tilewise", "verify", self.operator, "--config", self.case, "--dtype", self.dtype]
         words += ["--use", self.use] if self.use else []
+        words += ["--parallel", str(self.implementation.ranks)] if self.implementation.ranks else []
         words += ["--impl", self.implementation.name] if self.implementation.external else []
         backend = "" if self.implementation.external else f"TILEWISE_BACKEND={self.implementation.name} "
         return backend + shlex.join(words + self.settings.arguments())

@@ -383,8 +383,11 @@ class Single:
         packed = {name: mirrored[name] for name in self.problem.offsets().values()}
         back = Attempt({**again.results, **reverse(self.problem, results, packed)}, again.findings)
         found = differing(first, back, skip=[f"d{name}" for name in self._values if self._is_shared(name)])
-        rounding = self.check.implementation.external and not again.findings and are_within(first, back, allowed)
-        return [Finding(BATCH_ORDER, found, WARNING if rounding else FAILURE)] if found else []
+        rounding = not again.findings and are_within(first, back, allowed)
+        if not found or (rounding and self.check.implementation.ranks):
+            # Over ranks the batch shares tensors whose last elements torch rounds another way: no bits are promised.
+            return []
+        return [Finding(BATCH_ORDER, found, WARNING if rounding and self.check.implementation.external else FAILURE)]
 
     def _is_shared(self, name: str) -> bool:
         """Whether sequences share an input's elements: its gradient is then a sum over them, in their order."""

@@ -341,7 +341,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug: in the source of `module` (under tilewise.ops), every `old` is replaced by `new`.
+    """A planted bug: in the source of `module` (under tilewise.ops, or `parallel.` one), every `old` becomes `new`.
 
     With a `capability`, its kernels run only on GPUs of that compute capability; where it must be `simulated`, a GPU
     does not show it for certain. With a `use` (uses.py), nothing but that use of the operator shows it.
@@ -355,6 +355,11 @@ class Mutant:
     capability: tuple[int, int] | None = None
     use: str = ""
     simulated: bool = False
+
+    @property
+    def planted_in(self) -> str:
+        """The module's whole name."""
+        return f"tilewise.{'' if self.module.startswith('parallel.') else 'ops.'}{self.module}"
 
     @property
     def backend(self) -> str:
@@ -371,8 +376,7 @@ class Mutant:
         planted, count = re.subn(pattern, lambda _: self.new, source)
         if count == 0:
             raise ValueError(
-                f"the planted bug {self.name!r} finds no {self.old!r} in tilewise.ops.{self.module}: bring it up to"
-                " date"
+                f"the planted bug {self.name!r} finds no {self.old!r} in {self.planted_in}: bring it up to date"
             )
         return planted
 

@@ -158,16 +158,7 @@ class _Slots:
 class _Process:
     def __init__(self, setup: _Setup) -> None:
         self.setup = setup
-        methods = multiprocessing.get_all_start_methods()
-        context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            # The server imports the slow modules once; it runs nothing, so that forking it is safe.
-            context.set_forkserver_preload(["torch", "triton"])
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
-        with _starting, _no_main():
-            self._process.start()
-        theirs.close()
+        self._connection, self._process = start_process(_serve, setup)
 
     def wait_until_ready(self) -> None:
         """Returns when the implementation is loaded; a UsageError says why it cannot be."""
@@ -180,7 +171,7 @@ class _Process:
         except (EOFError, OSError):
             self._process.join()
             raise UsageError(
-                f"importing {implementation} ended the process: {_how_it_ended(self._process.exitcode)}"
+                f"importing {implementation} ended the process: {how_it_ended(self._process.exitcode)}"
             ) from None
         if problem:
             self.stop()
@@ -200,7 +191,7 @@ class _Process:
             finding = Finding(HANG, f"{error}{limit.why}")
         except (EOFError, ConnectionError):
             self._process.join()
-            finding = Finding(CRASH, _how_it_ended(self._process.exitcode))
+            finding = Finding(CRASH, how_it_ended(self._process.exitcode))
         self.stop()
         return Result(check, findings=(finding,), seconds=time.perf_counter() - started)
 
@@ -223,6 +214,21 @@ class _Process:
         self._connection.close()
 
 
+def start_process(target: Callable[..., None], *arguments: Any) -> tuple[Connection, Any]:
+    """A process that calls `target` with a connection and the arguments; the connection to it, and itself."""
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        # The server imports the slow modules once; it runs nothing, so that forking it is safe.
+        context.set_forkserver_preload(["torch", "triton"])
+    connection, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    with _starting, _no_main():
+        process.start()
+    theirs.close()
+    return connection, process
+
+
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
     """A child re-imports its parent's main module, and a script without a main guard would run itself: here it finds
@@ -240,7 +246,8 @@ def _suite(operator: str) -> Suite:
     return workbench.find(operator).load("suite")
 
 
-def _how_it_ended(code: int | None) -> str:
+def how_it_ended(code: int | None) -> str:
+    """A process, by its exit code, in words."""
     if code is not None and code < 0:
         return f"the process died of {signal.Signals(-code).name}"
     return f"the process ended with exit code {code}"

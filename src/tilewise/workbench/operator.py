@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tilewise.inspect.launches import Labelled
     from tilewise.trace.request import Request, Traced
     from tilewise.verify.every_config import Choice, Entry, Outcome
+    from tilewise.verify.rank_suite import OverRanks
     from tilewise.verify.suite import Case, Problem, Suite, Tensors
 
 
@@ -114,6 +115,7 @@ PARTS = {
     "bench": "is no benchmark",
     "launches": "are no launches",
     "audit": "is no audit",
+    "over_ranks": "is nothing over ranks",
 }
 
 
@@ -140,6 +142,8 @@ class Operator:
     audit: tuple[str, ...] | Missing
     # An operator that launches all kernels of this one too.
     part_of: str = ""
+    # For verify --parallel.
+    over_ranks: "OverRanks | str | Missing" = Missing("it takes no parallel=plan")
 
     def has(self, part: str) -> bool:
         """Whether it has this part."""

@@ -13,6 +13,7 @@ FLASH = Operator(
     bench="tilewise.workbench.flash.cases:BENCHMARK",
     launches="tilewise.workbench.flash.inspect:LAUNCHES",
     audit=("tilewise.workbench.flash.inspect:audit_cases",),
+    over_ranks="tilewise.workbench.flash.ranks:OVER_RANKS",
 )
 HOPPER = Operator(
     name="flash-hopper",
