@@ -1,6 +1,7 @@
 """What ranks run in the tests of what is counted without them."""
 
 import weakref
+from unittest import mock
 
 import torch
 from parallel.flash_ranks import counting, idle_kernels
@@ -44,7 +45,6 @@ def storage(x):
 
 def measured(group, cu_seqlens, balance, method, layer, fetched_bytes):
     """(sent, received, peak) of a forward, then of a backward, of kernels that hold nothing but their results."""
-    flash.FETCHED_BYTES = fetched_bytes
     where = {"seq_len": int(cu_seqlens[-1])} if len(cu_seqlens) == 2 else {"cu_seqlens": cu_seqlens}
     plan = ContextPlan(group, **where, balance=balance, method=method)
     lead = (plan.local_tokens,) if plan.packed else (1, plan.local_tokens)
@@ -53,7 +53,7 @@ def measured(group, cu_seqlens, balance, method, layer, fetched_bytes):
     do = torch.zeros(*lead, layer.heads, layer.value_dim, dtype=torch.bfloat16)
     # The first call also compares what ranks are about to do. Of the others the least: gloo's threads may let go of
     # what was sent a little later.
-    with idle_kernels(torch.empty):
+    with idle_kernels(torch.empty), mock.patch.object(flash, "FETCHED_BYTES", fetched_bytes):
         found = [once(plan, (q, k, v), do) for _ in range(4)][1:]
     return [min(directions) for directions in zip(*found, strict=True)]
 

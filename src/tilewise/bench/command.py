@@ -1,6 +1,5 @@
 """`tilewise bench`: verifies, times in turns, shows tables as they come, and writes reports."""
 
-import importlib.util
 import platform
 import re
 from collections.abc import Sequence
@@ -26,14 +25,21 @@ from tilewise.bench.result import (
     parse_tolerance,
 )
 from tilewise.bench.run import Bench, busy, measure_ceiling
-from tilewise.bench.text import case_lines, change_lines, summary_lines, table
+from tilewise.bench.text import (
+    case_lines,
+    change_lines,
+    check_installed,
+    check_picture,
+    check_place,
+    summary_lines,
+    table,
+)
 from tilewise.bench.timing import Clock
 from tilewise.doctor import environment
 from tilewise.verify.suite import Case, Suite
 from tilewise.verify.worker import one_process
 from tilewise.workbench.operator import Benchmark, Operator, UsageError
 
-PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -162,17 +168,14 @@ def _check(request: Request, dtype: str) -> None:
         raise UsageError(f"--mode {','.join(request.modes)}: expected some of {','.join(MODES)}")
     if dtype not in DTYPES:
         raise UsageError(f"there is no dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    if request.plot and request.plot.suffix not in PICTURES:
-        raise UsageError(f"--plot {request.plot}: expected a name that ends in one of {', '.join(PICTURES)}")
-    for package, wanted in (("matplotlib", request.plot or request.html), ("jinja2", request.html)):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise UsageError(f"{wanted} is made with {package}, which is not installed: pip install {package}")
-    for path in (request.json, request.html, request.plot):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(
-                f"{path}: expected the name of a"
-                f" file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
-            )
+    if request.plot:
+        check_picture(request.plot)
+    if request.html:
+        for package in ("matplotlib", "jinja2"):
+            check_installed(package, request.html)
+    for path in (request.json, request.html):
+        if path:
+            check_place(path)
 
 
 def _save(

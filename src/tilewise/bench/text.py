@@ -3,6 +3,7 @@
 Speed over length: a panel for each mode and kind of problem, a line for each implementation.
 """
 
+import importlib.util
 import io
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from tilewise.bench.result import Change, Report, Row, as_ratio, geometric_mean, overtakes, ratios_of, verdict
+from tilewise.workbench.operator import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,6 +113,31 @@ def change_lines(changes: Sequence[Change], tolerance: float) -> Iterator[str]:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_place(path: Path) -> None:
+    """That a file can be written there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(
+            f"{path}: expected the name of a file{'' if path.is_dir() else f', but there is no folder {path.parent}'}"
+        )
+
+
+def check_picture(path: Path) -> None:
+    """That a plot can be drawn there."""
+    if path.suffix not in PICTURES:
+        raise UsageError(f"--plot {path}: expected a name that ends in one of {', '.join(PICTURES)}")
+    check_installed("matplotlib", path)
+    check_place(path)
+
+
+def check_installed(package: str, path: Path) -> None:
+    """What a file is made with."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{path} is made with {package}, which is not installed: pip install {package}")
 
 
 def save_plot(report: Report, path: Path) -> bool:

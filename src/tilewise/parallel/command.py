@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tilewise.bench.text import COLOURS, MARKERS, check_picture
 from tilewise.parallel.assignment import Runs, assign, sums
 from tilewise.parallel.balance import balanced, seen
 from tilewise.parallel.estimate import Costs, Estimate, flash_estimate, measured_dim, rates, sparse_estimate
@@ -22,10 +22,8 @@ from tilewise.workbench.operator import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PICTURES = (".png", ".svg", ".pdf")
 FIGURES = ("TFLOP\nfwd", "\nbwd", "GB sent\nfwd", "\nbwd", "GB received\nfwd", "\nbwd", "peak\nGB", "ms\nfwd", "\nbwd")
 COLUMNS = ("rank", "tokens", *FIGURES)
-BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,12 @@ class Request:
 def run_request(request: Request, console: Console) -> None:
     """Print it, and draw it on request."""
     layer, lengths = _layer(request), _lengths(request)
-    _check(request)
+    if request.method not in ("all_gather", "ring"):
+        raise UsageError(f"--method {request.method}: expected all_gather or ring")
+    if request.link <= 0:
+        raise UsageError(f"--link-gb-per-s {request.link:g}: expected a rate above 0")
+    if request.plot:
+        check_picture(request.plot)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     packed = len(lengths) > 1
     runs = assign(bounds, request.world, balanced(bounds, request.world) if packed else "head_tail")
@@ -70,15 +73,16 @@ def run_request(request: Request, console: Console) -> None:
         picture(found).savefig(request.plot, dpi=120)
 
 
-def _numbers(words: str, option: str, least: int) -> list[int]:
+def _numbers(words: str, option: str, example: str) -> list[int]:
     parts = words.split("/")
-    if len(parts) > 2 or not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise UsageError(f"{option} {words}: expected a whole number or two, such as {'64/4' if least else '192/128'}")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{option} {words}: expected a whole number or two, such as {example}")
     return [int(part) for part in (parts * 2)[:2]]
 
 
 def _layer(request: Request) -> Layer:
-    (heads, kv_heads), (dim, value_dim) = _numbers(request.heads, "--heads", 1), _numbers(request.dim, "--dim", 1)
+    heads, kv_heads = _numbers(request.heads, "--heads", "64/4")
+    dim, value_dim = _numbers(request.dim, "--dim", "192/128")
     if heads % kv_heads:
         raise UsageError(f"--heads {request.heads}: query heads must be a multiple of KV heads")
     if max(dim, value_dim) > 256:
@@ -98,19 +102,6 @@ def _lengths(request: Request) -> list[int]:
             raise UsageError(f"--lengths {request.lengths}: expected lengths such as 131072,4096x30, not {word!r}")
         lengths += [int(found[1])] * int(found[2] or 1)
     return lengths
-
-
-def _check(request: Request) -> None:
-    if request.method not in ("all_gather", "ring"):
-        raise UsageError(f"--method {request.method}: expected all_gather or ring")
-    if request.link <= 0:
-        raise UsageError(f"--link-gb-per-s {request.link:g}: expected a rate above 0")
-    if request.plot and request.plot.suffix not in PICTURES:
-        raise UsageError(f"--plot {request.plot}: expected a name that ends in one of {', '.join(PICTURES)}")
-    if request.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{request.plot} is made with matplotlib, which is not installed: pip install matplotlib")
-    if request.plot and not request.plot.parent.is_dir():
-        raise UsageError(f"{request.plot}: there is no folder {request.plot.parent}")
 
 
 def _table(estimate: Estimate) -> Table:
@@ -201,9 +192,9 @@ def picture(found: dict[str, Estimate]) -> Figure:
     panels = figure.subplots(len(found), 3, squeeze=False)
     for line, (name, estimate) in zip(panels, found.items(), strict=True):
         ranks = range(len(estimate.tokens))
-        for label, costs, colour in (("forward", estimate.forward, BLUE), ("backward", estimate.backward, ORANGE)):
+        for i, (label, costs) in enumerate((("forward", estimate.forward), ("backward", estimate.backward))):
+            style = {"color": COLOURS[i], "marker": MARKERS[i] if len(ranks) <= 64 else None, "label": label}
             for panel, values in zip(line, _drawn(costs), strict=True):
-                style = {"color": colour, "label": label, "marker": "o" if len(ranks) < 65 else None}
                 panel.plot(ranks, values.tolist(), **style)
         for panel, title in zip(line, ("work over the mean", "GB at the peak", "ms"), strict=True):
             panel.set_title(f"{name}\n{title}", fontsize=9)
