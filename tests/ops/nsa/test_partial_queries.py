@@ -3,14 +3,18 @@ must give the whole call's rows, and gradients of keys that sum up to the whole 
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from compiling import compiled
 from nsa_inputs import assert_close, cumulative, random, windows
 
 from tilewise.ops.nsa import reference, steps
 from tilewise.ops.nsa.branches import KERNELS
 from tilewise.ops.nsa.problem import Sizes, mean_windows
+from tilewise.ops.nsa.selected import launch as selected
+from tilewise.ops.nsa.selected.index import make_inputs
 
 SCALE = 0.3
 SIZE, STRIDE = 8, 4
@@ -107,26 +111,37 @@ def assembled(parts, given, do, run):
     return [o, lse, dq, dk, dv]
 
 
-def by_operator(forward, part, q, k, v, do, dlse, *arguments):
+def moved(device, *arguments):
+    """Tensors to where kernels run; anything else as it is."""
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def by_operator(forward, part, q, k, v, do, dlse, *arguments, place):
     """A part's o, lse, dq, dk and dv by a registered operator and autograd."""
-    leaves = [x.detach().requires_grad_() for x in (part.take(q), k, v)]
-    o, lse = forward(*leaves, *arguments)
-    return [o.detach(), lse.detach(), *torch.autograd.grad([o, lse], leaves, [part.take(do), part.take(dlse, -1)])]
+    backend, device = place
+    *leaves, do, dlse = moved(device, part.take(q), k, v, part.take(do), part.take(dlse, -1))
+    leaves = [x.requires_grad_() for x in leaves]
+    o, lse = forward(*leaves, *moved(device, *arguments), backend)
+    return [x.detach().cpu() for x in (o, lse, *torch.autograd.grad([o, lse], leaves, [do, dlse]))]
 
 
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)], ids=["no-groups", "groups"])
-BACKENDS = pytest.mark.parametrize("backend", ["cpu"])
+
+
+@pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.gpu)])
+def place(request, device):
+    """A backend and where it runs."""
+    return request.param, device if request.param == "triton" else torch.device("cpu")
 
 
 def window_offsets(lengths):
     return cumulative(map(windows, lengths)).tolist()
 
 
-@BACKENDS
 @LAYOUTS
 @GROUPS
-def test_compressed_attention(packed, heads, kv_heads, backend):
+def test_compressed_attention(packed, heads, kv_heads, place):
     x, do, dlse = tensors(packed, heads, kv_heads)
     given = x["q"], x["k_cmp"], x["v_cmp"]
     sizes = {"compress_size": SIZE, "compress_stride": STRIDE}
@@ -135,43 +150,40 @@ def test_compressed_attention(packed, heads, kv_heads, backend):
         k, v = (part.poisoned(y, windows, window_offsets(LENGTHS)) for y in given[1:])
         where = part.cu, part.cu_k, part.first
         return by_operator(
-            steps.compressed_forward, part, given[0], k, v, do, dlse, *where, SIZE, STRIDE, SCALE, backend
+            steps.compressed_forward, part, given[0], k, v, do, dlse, *where, SIZE, STRIDE, SCALE, place=place
         )
 
     expected = truth(lambda *y, **z: reference.compressed_attention(*y, **sizes, **z), given, do, dlse, packed)
     assert_close(assembled(cut(packed), given, do, run), expected)
 
 
-@BACKENDS
-def test_compressed_attention_to_means(backend):
+def test_compressed_attention_to_means(place):
     """Packed means lie with room between sequences."""
-    kernels, cu = KERNELS[backend], cumulative(LENGTHS).int()
+    (backend, device), cu = place, cumulative(LENGTHS).int()
+    kernels = KERNELS[backend]
     x, do, dlse = tensors(True, 4, 2)
     room = mean_windows(cu, sum(LENGTHS), STRIDE)
-    given = x["q"], *(kernels.compress(y, cu, room, SIZE, STRIDE) for y in (x["k"], x["v"]))
+    given = x["q"], *(KERNELS["cpu"].compress(y, cu, room, SIZE, STRIDE) for y in (x["k"], x["v"]))
 
-    def run(part, cu_q, first):
-        q, do_part, dlse_part = part.take(x["q"]), part.take(do), part.take(dlse, -1)
-        o, lse = kernels.compressed_forward(q, *given[1:], cu_q, room, SIZE, STRIDE, SCALE, first)
-        return (
-            o,
-            lse,
-            *kernels.compressed_backward(
-                q, *given[1:], o, lse, do_part, dlse_part, cu_q, room, SIZE, STRIDE, SCALE, first
-            ),
+    def run(part, *offsets):
+        q, do_part, dlse_part, means_k, means_v, windows_at, cu_q, first = moved(
+            device, part.take(x["q"]), part.take(do), part.take(dlse, -1), *given[1:], room, *offsets
         )
+        numbers = cu_q, windows_at, SIZE, STRIDE, SCALE, first
+        o, lse = kernels.compressed_forward(q, means_k, means_v, *numbers)
+        gradients = kernels.compressed_backward(q, means_k, means_v, o, lse, do_part, dlse_part, *numbers)
+        return [y.cpu() for y in (o, lse, *gradients)]
 
     whole = Part([(0, length) for length in LENGTHS], True)
     expected = [y.double() for y in run(whole, cu, None)]
     assert_close(assembled(cut(True), given, do, lambda part: run(part, part.cu, part.first)), expected)
 
 
-@BACKENDS
 @LAYOUTS
 @pytest.mark.parametrize(
     "sizes", [Sizes(SIZE, STRIDE, 8, 3, 1, 1), Sizes(SIZE, STRIDE, 12, 2, 1, 1), Sizes(12, STRIDE, 4, 4, 1, 2)], ids=str
 )
-def test_the_choice(packed, sizes, backend):
+def test_the_choice(packed, sizes, place):
     x, _, _ = tensors(packed, 4, 2)
     k_cmp = x["k_cmp"]
     if sizes.compress_size != SIZE:
@@ -189,8 +201,8 @@ def test_the_choice(packed, sizes, backend):
     chosen = torch.full_like(whole, -7)
     for part in cut(packed):
         keys = part.poisoned(k_cmp, lambda tokens: windows(tokens, *sizes[:2]), ends)
-        found = steps.select(part.take(x["q"]), keys, part.cu, part.cu_k, part.first, *sizes, SCALE, backend)
-        part.put(chosen, found)
+        given = moved(place[1], part.take(x["q"]), keys, part.cu, part.cu_k, part.first)
+        part.put(chosen, steps.select(*given, *sizes, SCALE, place[0]).cpu())
     assert torch.equal(chosen, whole)
 
 
@@ -203,11 +215,10 @@ def named_blocks(x, packed, block):
     return (uniform * (blocks + 1)).int() - 1
 
 
-@BACKENDS
 @LAYOUTS
 @GROUPS
 @pytest.mark.parametrize("block", [8, 12])
-def test_selected_attention(packed, heads, kv_heads, block, backend):
+def test_selected_attention(packed, heads, kv_heads, block, place):
     x, do, dlse = tensors(packed, heads, kv_heads)
     indices = named_blocks(x, packed, block)
     given = x["q"], x["k"], x["v"]
@@ -215,12 +226,73 @@ def test_selected_attention(packed, heads, kv_heads, block, backend):
     def run(part):
         k, v = (part.poisoned(y, int, cumulative(LENGTHS).tolist()) for y in given[1:])
         where = part.take(indices), part.cu, part.cu_k, part.first
-        return by_operator(steps.selected_forward, part, given[0], k, v, do, dlse, *where, block, SCALE, backend)
+        return by_operator(steps.selected_forward, part, given[0], k, v, do, dlse, *where, block, SCALE, place=place)
 
     expected = truth(
         lambda *y, **z: reference.selected_attention(*y, indices, block_size=block, **z), given, do, dlse, packed
     )
     assert_close(assembled(cut(packed), given, do, run), expected)
+
+
+@pytest.mark.gpu
+@LAYOUTS
+@pytest.mark.parametrize("order", ["lists", "union"])
+def test_both_loop_orders_of_selected_attention(packed, order, device):
+    x, do, dlse = tensors(packed, 4, 2)
+    indices = named_blocks(x, packed, 16)
+    given = x["q"], x["k"], x["v"]
+
+    def run(part):
+        k, v = (part.poisoned(y, int, cumulative(LENGTHS).tolist()) for y in given[1:])
+        q, k, v, named, do_part, dlse_part, cu, cu_k, first = moved(
+            device, part.take(x["q"]), k, v, part.take(indices), part.take(do), part.take(dlse, -1), part.cu, part.cu_k,
+            part.first,
+        )  # fmt: skip
+        called = make_inputs(q, k, v, named, cu, 16, SCALE, cu_k=cu_k, first=first)
+        o, lse = selected.forward(called, order)
+        return [y.cpu() for y in (o, lse, *selected.backward(called, o, lse, do_part, dlse_part, order)[:3])]
+
+    expected = truth(
+        lambda *y, **z: reference.selected_attention(*y, indices, block_size=16, **z), given, do, dlse, packed
+    )
+    assert_close(assembled(cut(packed), given, do, run), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [-(2**31), -3, 100, 2**31 - 1])
+def test_unchecked_positions_never_lead_out_of_bounds(wrong, device):
+    """And offsets of keys that decrease. Memory around what kernels read holds huge numbers, so that a read out of
+    bounds shows; results may be anything else.
+    """
+    around = torch.full((768, 2, 16), 1e15, device=device)
+    around[256:512] = random((256, 2, 16))[0].to(device)
+    q, k = around[256:384], around[256:512, :1]
+    k_cmp = around[256:320, :1]
+    cu = torch.tensor([0, 60, 60, 128], dtype=torch.int32, device=device)
+    cu_k = torch.tensor([0, 256, 0, 256], dtype=torch.int32, device=device)
+    first = torch.tensor([0, 7, wrong], dtype=torch.int32, device=device)
+    room = torch.tensor([0, 64, 0, 64], dtype=torch.int32, device=device)
+    kernels = KERNELS["triton"]
+    o, lse = kernels.compressed_forward(q, k_cmp, k_cmp, cu, room, 8, 4, 0.25, first)
+    results = [o, lse, *kernels.compressed_backward(q, k_cmp, k_cmp, o, lse, q, None, cu, room, 8, 4, 0.25, first)]
+    chosen = kernels.choose(q, k_cmp, lse, cu, room, Sizes(8, 4, 16, 4, 1, 1), 0.25, first)
+    assert chosen.min() >= -1
+    assert chosen.max() <= 256 // 16
+    for order in ("lists", "union"):
+        called = make_inputs(q, k, k, chosen, cu, 16, 0.25, cu_k=cu_k, first=first)
+        o, lse = selected.forward(called, order)
+        results += [o, lse, *selected.backward(called, o, lse, q, None, order)[:3]]
+    assert not any((x.isfinite() & (x.abs() > 1e6)).any() for x in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernels_compile(architecture):
+    kernels = compiled(Path(__file__).with_name("compile_partial.py"), architecture)
+    names = {kernel["kernel"] for kernel in kernels}
+    assert len(names) == 18, names
+    for kernel in kernels:
+        assert kernel["spill_stores"] <= 1600, kernel
 
 
 def test_queries_behind_their_keys_are_refused():

@@ -82,24 +82,29 @@ def test_opcheck_of_the_whole(place, name):
     library.opcheck(api.nsa_backward.overload, (torch.randn_like(o), *saved))
 
 
-@pytest.mark.parametrize("packed", first_quick([False, True]), ids=["dense", "packed"])
-def test_opcheck_of_the_steps(place, packed):
-    if not packed:
+@pytest.mark.parametrize("layout", first_quick(["dense", "packed", "part"]))
+def test_opcheck_of_the_steps(place, layout):
+    if layout != "packed":
         skip_if_interpreted(place)
     backend, device = place
-    given = leaves(device, packed=packed, learned=True)
-    cu = offsets(device) if packed else None
+    given = leaves(device, packed=layout != "dense", learned=True)
     q, k, v, k_cmp, v_cmp = (given[name] for name in ("q", "k", "v", "k_cmp", "v_cmp"))
-    compressed = (q, k_cmp, v_cmp, cu, None, None, 8, 4, 0.25, backend)
+    where = None if layout == "dense" else offsets(device), None, None
+    if layout == "part":
+        # The last 4 tokens of the first sequence, and 8 of the last one's.
+        q = q.detach()[:12].requires_grad_()
+        cu, first = torch.tensor([[0, 4, 4, 12], [5, 0, 3, 0]], dtype=torch.int32, device=device)
+        where = cu, offsets(device).int(), first[:3]
+    compressed = (q, k_cmp, v_cmp, *where, 8, 4, 0.25, backend)
     library.opcheck(steps.compressed_forward.overload, compressed)
     q_, k_, v_, *rest = detached(compressed)
     o, lse = steps.compressed_forward(q_, k_, v_, *rest)
     library.opcheck(
         steps.compressed_backward.overload, (torch.randn_like(o), torch.randn_like(lse), q_, k_, v_, o, lse, *rest)
     )
-    choice = (q.detach(), k_cmp.detach(), cu, None, None, *SIZES.values(), 0.25, backend)
+    choice = (q.detach(), k_cmp.detach(), *where, *SIZES.values(), 0.25, backend)
     library.opcheck(steps.select.overload, choice)
-    selected = (q, k, v, steps.select(*choice), cu, None, None, 8, 0.25, backend)
+    selected = (q, k, v, steps.select(*choice), *where, 8, 0.25, backend)
     library.opcheck(steps.selected_forward.overload, selected)
     q_, k_, v_, chosen, *rest = detached(selected)
     o, lse = steps.selected_forward(q_, k_, v_, chosen, *rest)

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.rows import first_slot, locate_slot
+from tilewise.ops._device.rows import (
+    first_position,
+    first_slot,
+    locate_key_slot,
+    locate_slot,
+    same_or_other_side,
+    sequence_bounds,
+)
 
 
 class Naming(NamedTuple):
@@ -121,16 +128,22 @@ class Segment(NamedTuple):
     i_h: Any
     """Index head."""
     i_b: Any
-    """Batch entry and first token to index tensors with."""
+    """Batch entry, first query and first key to index tensors with."""
     start_q: Any
+    start_k: Any
     start: Any
-    """The sequence's first token of all, and its length."""
+    """The sequence's first key of all."""
     n_tokens: Any
+    """Its queries, and its keys up to the last query."""
+    n_seen: Any
     i_key: Any
-    """The block's first key in the sequence, and where the block or the sequence ends."""
+    """The block's first key in the sequence, and where the block or what is seen ends."""
     n_keys: Any
     offset: Any
-    """By how much a token's number in the sequence exceeds its number in the chunk."""
+    """By how much a token's number among the sequence's queries exceeds its number in the chunk, and their first
+    one's position.
+    """
+    i_first: Any
 
 
 class UnionShape(NamedTuple):
@@ -156,15 +169,18 @@ class UnionTile(NamedTuple):
     i_h: Any
     """Index head."""
     i_b: Any
-    """Batch entry and first token to index tensors with."""
+    """Batch entry, first query and first key to index tensors with."""
     start_q: Any
+    start_k: Any
     start: Any
-    """The sequence's first token of all, and its length."""
-    n_tokens: Any
+    """The sequence's first query of all."""
+    n_seen: Any
+    """Its keys up to the last query."""
     i_t: Any
-    """The tile's first token in the sequence."""
+    """The tile's first token among them."""
     o_t: Any
-    """Each row's token and query head, and which rows exist."""
+    """Each row's token, its position and query head, and which rows exist."""
+    o_at: Any
     o_h: Any
     m_r: Any
 
@@ -209,7 +225,22 @@ def no_segment(flag, WANTED: tl.constexpr, p_segments, i_segment):
 
 
 @triton.jit
-def named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING: tl.constexpr):
+def keys_seen_by(cu, i_b, start, n_rows, n_tokens, n_keys):
+    """For sequence `i_b`, whose n_rows queries begin at `start`: batch entry and first key to index with, how many keys
+    there are up to the last query, and the first query's position.
+
+    `cu` are `records.Offsets`; without `n_keys` queries are their sequences whole.
+    """
+    first = first_position(cu.first, i_b)
+    i_b, start, n_seen = same_or_other_side(cu.q, cu.k, i_b, start, n_rows, n_tokens if n_keys is None else n_keys)
+    if n_keys is not None:
+        # Keys behind the last query may hold anything.
+        n_seen = tl.minimum(n_seen, first + n_rows)
+    return i_b, start, n_seen, first
+
+
+@triton.jit
+def named_blocks(indices, i_t, start, n_rows, n_keys, i_h, n_heads, NAMING: tl.constexpr):
     """The blocks that tokens `i_t .. i_t + TOKENS` of one sequence name, [TOKENS * SLOTS_P], -1 where there is none or
     it lies outside.
     """
@@ -221,7 +252,7 @@ def named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING: tl.constexpr
     o_t = i_t + o_e // NAMING.SLOTS_P
     m_e = (o_t < n_rows) & (o_s < S)
     b_block = tl.load(indices + ((start + o_t).to(tl.int64) * n_heads + i_h) * S + o_s, mask=m_e, other=-1)
-    b_block = tl.where((b_block >= 0) & (b_block < tl.cdiv(n_rows, BLOCK_SIZE)), b_block, -1)
+    b_block = tl.where((b_block >= 0) & (b_block < tl.cdiv(n_keys, BLOCK_SIZE)), b_block, -1)
     if OWN > 0:
         own = o_t // (OWN * BLOCK_SIZE) * OWN + (o_s - S)
         b_block = tl.where((o_s >= S) & (o_s < S + OWN) & (o_t < n_rows) & (own * BLOCK_SIZE <= o_t), own, b_block)
@@ -264,20 +295,31 @@ def within_run(b_x, first):
 
 
 @triton.jit
-def locate_segment(segments, i_segment, n_slots, p_cu, n_batch, n_tokens, first_tile, SHAPE: tl.constexpr):
+def locate_segment(segments, i_segment, n_slots, cu, n_batch, n_tokens, n_keys, first_tile, SHAPE: tl.constexpr):
     """Segment `i_segment` of a chunk that begins with tile `first_tile`."""
     p_segment = segments + i_segment.to(tl.int64) * 4
     i_list = tl.load(p_segment + 2)
-    i_b, i_block, start, n_mine = locate_slot(i_list % n_slots, p_cu, n_batch, n_tokens, SHAPE.BLOCK_SIZE)
-    offset = (first_tile - first_slot(i_b, p_cu, n_tokens, SHAPE.TOKENS)) * SHAPE.TOKENS
-    start_q = 0
-    if p_cu is not None:
-        i_b, start_q = 0, start
+    i_b, i_block, start, n_seen = locate_key_slot(i_list % n_slots, cu, n_batch, n_tokens, n_keys, SHAPE.BLOCK_SIZE)
+    offset = (first_tile - first_slot(i_b, cu.q, n_tokens, SHAPE.TOKENS)) * SHAPE.TOKENS
+    i_first = first_position(cu.first, i_b)
+    start_q, n_mine = 0, n_seen
+    if cu.q is not None:
+        start_q = start
+    if n_keys is not None:
+        n_mine = n_tokens
+        if cu.q is not None:
+            start_q, n_mine = sequence_bounds(cu.q, i_b, n_tokens)
+        n_seen = tl.minimum(n_seen, i_first + n_mine)
+    start_k = 0
+    if cu.q is not None:
+        i_b, start_k = 0, start
     first, n_entries, i_extra = tl.load(p_segment), tl.load(p_segment + 1), tl.load(p_segment + 3)
     i_h = i_list // n_slots
     i_key = i_block * SHAPE.BLOCK_SIZE
-    n_keys = tl.minimum(n_mine, i_key + SHAPE.BLOCK_SIZE)
-    return Segment(first, n_entries, i_extra, i_h, i_b, start_q, start, n_mine, i_key, n_keys, offset)
+    n_keys = tl.minimum(n_seen, i_key + SHAPE.BLOCK_SIZE)
+    return Segment(
+        first, n_entries, i_extra, i_h, i_b, start_q, start_k, start, n_mine, n_seen, i_key, n_keys, offset, i_first
+    )
 
 
 @triton.jit
@@ -301,7 +343,7 @@ def listed_rows(perm, segment, i_entry, p_cu, SHAPE: tl.constexpr):
 @triton.jit
 def segment_rows(tensor, segment, i_h):
     """The keys, or values, of head `i_h` up to the end of a segment's block."""
-    return Rows(tensor.x, tensor.strides, segment.i_b, i_h, segment.start_q, segment.n_keys)
+    return Rows(tensor.x, tensor.strides, segment.i_b, i_h, segment.start_k, segment.n_keys)
 
 
 @triton.jit
@@ -333,8 +375,8 @@ def keys_kept(rows, segment, SHAPE: tl.constexpr):
     """How many keys of a segment's block each row sees, counted from its first: all, or where causal those up to the
     token.
     """
-    o_t = rows.o_c + segment.offset
-    n_kept = tl.minimum(segment.n_tokens - segment.i_key, SHAPE.BLOCK_SIZE)
+    o_t = rows.o_c + (segment.offset + segment.i_first)
+    n_kept = tl.minimum(segment.n_seen - segment.i_key, SHAPE.BLOCK_SIZE)
     causal = tl.minimum(o_t - segment.i_key + 1, n_kept)
     if SHAPE.CAUSAL:
         kept = causal
@@ -362,18 +404,19 @@ def named_by(p_bits, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def locate_union_tile(i_slot, i_h, p_cu, n_batch, n_tokens, SHAPE: tl.constexpr):
+def locate_union_tile(i_slot, i_h, cu, n_batch, n_tokens, n_keys, SHAPE: tl.constexpr):
     """The tile of queries in slot `i_slot`, of index head `i_h`."""
     TOKENS: tl.constexpr = SHAPE.BLOCK_M // SHAPE.GROUP_P
-    i_b, i_tile, start, n_mine = locate_slot(i_slot, p_cu, n_batch, n_tokens, TOKENS)
+    i_b, i_tile, start, n_mine = locate_slot(i_slot, cu.q, n_batch, n_tokens, TOKENS)
+    i_b, start_k, n_seen, first = keys_seen_by(cu, i_b, start, n_mine, n_tokens, n_keys)
     start_q = 0
-    if p_cu is not None:
-        i_b, start_q = 0, start
+    if cu.q is not None:
+        start_q = start
     o_r = tl.arange(0, SHAPE.BLOCK_M)
     o_t = i_tile * TOKENS + o_r // SHAPE.GROUP_P
     o_h = i_h * SHAPE.GROUP + o_r % SHAPE.GROUP_P
     m_r = (o_t < n_mine) & (o_r % SHAPE.GROUP_P < SHAPE.GROUP)
-    return UnionTile(i_h, i_b, start_q, start, n_mine, i_tile * TOKENS, o_t, o_h, m_r)
+    return UnionTile(i_h, i_b, start_q, start_k, start, n_seen, i_tile * TOKENS, o_t, first + o_t, o_h, m_r)
 
 
 @triton.jit

@@ -54,10 +54,13 @@ class ReadStrides(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """Where packed sequences begin, on the side of the queries and on that of the keys; None where dense."""
+    """Where packed sequences begin, on the side of the queries and on that of the keys; None where dense. And where
+    queries are a part of their sequences, the position of each one's first query.
+    """
 
     q: Any
     k: Any
+    first: Any
 
 
 class Packed(NamedTuple):

@@ -204,6 +204,27 @@ def first_slot(i_b, p_cu, n_tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_position(p_first, i_b):
+    """Position of sequence `i_b`'s first query, at most 2^30: 0 where queries are their sequences whole."""
+    first = 0
+    if p_first is not None:
+        first = tl.minimum(tl.maximum(tl.load(p_first + i_b), 0), 1 << 30)
+    return first
+
+
+@triton.jit
+def locate_key_slot(i_slot, cu, n_batch, n_tokens, n_keys, BLOCK: tl.constexpr):
+    """As `locate_slot`, of keys; those of a sequence are its `n_tokens` queries' own where n_keys is None."""
+    return locate_slot(i_slot, cu.q if cu.k is None else cu.k, n_batch, n_tokens if n_keys is None else n_keys, BLOCK)
+
+
+@triton.jit
+def first_key_slot(i_b, cu, n_tokens, n_keys, BLOCK: tl.constexpr):
+    """As `first_slot`, likewise."""
+    return first_slot(i_b, cu.q if cu.k is None else cu.k, n_tokens if n_keys is None else n_keys, BLOCK)
+
+
+@triton.jit
 def locate_ordered(pid, tiles, n_tiles, n_heads, n_rows, p_cu, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     """As `locate_tile`, in work order: the longest sequences first, by `tiles` (see `order_tiles_kernel`); dense
     ones have none.

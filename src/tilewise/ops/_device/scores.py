@@ -3,8 +3,9 @@
 Key j takes part for query i where `i + off - left <= j <= i + off + right` with `off = Tk - Tq`: a `Window`. A limit of
 None does not exist; causal is `right = 0`. The same predicate serves forward, dQ and dK/dV.
 
-With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE`, counted from the first query (`off = 0`): it takes
-part where `j * KEY_STRIDE <= i + right`. There is no left limit then, and right may be negative.
+With a KEY_STRIDE (None elsewhere) key j stands at `j * KEY_STRIDE` in its sequence, and query 0 at `off` (0, but where
+queries are a part of their sequence): the key takes part where `j * KEY_STRIDE <= i + off + right`. There is no left
+limit then, and right may be negative.
 
 Softmax is computed online and in base 2: `scale_log2` holds log2(e), so that one FMA and one exp2 make a probability.
 A sink is one more score of every row of its head, with no value; it takes part once, after all keys.
@@ -80,7 +81,8 @@ def keys_before(position, KEY_STRIDE: tl.constexpr):
 
 @triton.jit
 def keys_seen(n_queries, n_keys, right, KEY_STRIDE: tl.constexpr):
-    """Keys up to the last that any query sees, where they have a stride, else all.
+    """Keys up to the last that any query sees, where they have a stride, else all; `n_queries` up to the last of them,
+    from the sequence's first.
 
     A packed sequence has room for one key more, or not, depending on its start: how tiles are masked, and so how sums
     round, must not depend on that.

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     softcap 0 for none, sinks one a query head or None, num_splits 0 for a number of our choice.
 
     With a key_stride, key j stands at `j * key_stride` and query i sees it where that is `<= i + right`; left is None
-    then, and right may be < 0.
+    then, and right may be < 0. Query i stands at `first + i` there, where the sequences have a `first` each.
     """
 
     q: torch.Tensor
@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     key_stride: int | None = None
     sinks: torch.Tensor | None = None
     num_splits: int = 0
+    first: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:

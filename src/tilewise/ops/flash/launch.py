@@ -68,7 +68,7 @@ def _arguments(inputs: Inputs, config: Config, do: torch.Tensor | None = None) -
         "k": read_k,
         "v": read_v,
         "strides": read_strides(config.tma, q, k, v, do),
-        "cu": Offsets(inputs.cu_q, inputs.cu_k),
+        "cu": Offsets(inputs.cu_q, inputs.cu_k, inputs.first),
         "n_batch": batch_size(q, inputs.cu_q),
         "n_queries": q.shape[-3],
         "n_keys": k.shape[-3],

@@ -22,7 +22,6 @@ from tilewise.ops.nsa.compress.launch import (
     mean_windows,
 )
 from tilewise.ops.nsa.kernels import nsa_combine_bwd_kernel, nsa_combine_fwd_kernel
-from tilewise.ops.nsa.problem import check_whole
 from tilewise.ops.nsa.selected import launch as selected
 from tilewise.ops.nsa.selected.index import make_inputs
 
@@ -42,8 +41,7 @@ def selected_forward(
     first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to the keys up to the token of the blocks it names, each once: output and LSE."""
-    check_whole(first)
-    return selected.forward(make_inputs(q, k, v, indices, cu, block_size, scale))
+    return selected.forward(make_inputs(q, k, v, indices, cu, block_size, scale, cu_k=cu_k, first=first))
 
 
 def selected_backward(
@@ -62,8 +60,8 @@ def selected_backward(
     first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv of `selected_forward`."""
-    check_whole(first)
-    dq, dk, dv, _ = selected.backward(make_inputs(q, k, v, indices, cu, block_size, scale), o, lse, do, dlse)
+    inputs = make_inputs(q, k, v, indices, cu, block_size, scale, cu_k=cu_k, first=first)
+    dq, dk, dv, _ = selected.backward(inputs, o, lse, do, dlse)
     return dq, dk, dv
 
 

@@ -198,12 +198,6 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def check_whole(first: torch.Tensor | None) -> None:
-    """Queries that are their sequences whole."""
-    if first is not None:
-        raise NotImplementedError("backend 'triton' takes queries that are their sequences whole; take backend='cpu'")
-
-
 def check_part(
     q: torch.Tensor,
     keys: int | None,

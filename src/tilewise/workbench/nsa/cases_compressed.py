@@ -191,7 +191,7 @@ def draw(draw: Callable[[Any], Any], longest: int) -> NsaCompressed:
 
 
 _LAUNCH = "nsa.compress.launch"
-_VISIBLE = "right = -min(size - 1, q.shape[-3])"
+_VISIBLE = "right = -min(size - 1, MOST_TOKENS)"
 
 MUTANTS = (
     Mutant(
@@ -199,14 +199,14 @@ MUTANTS = (
         "a window is seen one token early",
         _LAUNCH,
         _VISIBLE,
-        "right = -min(size - 2, q.shape[-3])",
+        "right = -min(size - 2, MOST_TOKENS)",
     ),
     Mutant(
         "window-late",
         "a window is seen one token late",
         _LAUNCH,
         _VISIBLE,
-        "right = -min(size, q.shape[-3])",
+        "right = -min(size, MOST_TOKENS)",
     ),
     Mutant("window-begun", "a window is seen as soon as it begins", _LAUNCH, _VISIBLE, "right = 0"),
     Mutant(

@@ -41,7 +41,7 @@ def bsa_selected_fwd_kernel(
     i_segment = tl.program_id(0) // HEADS
     if no_segment(None, 0, lists.ends + n_heads * n_slots - 1, i_segment):
         return
-    segment = locate_segment(lists.segments, i_segment, n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    segment = locate_segment(lists.segments, i_segment, n_slots, cu, n_batch, n_tokens, None, first_tile, SHAPE)
     i_h = segment.i_h * HEADS + tl.program_id(0) % HEADS
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     # [N, D], [N, DV]
@@ -49,7 +49,7 @@ def bsa_selected_fwd_kernel(
     b_v = load_rows(segment_rows(v, segment, i_h), segment.i_key, SHAPE.DV, BLOCK_N, SHAPE.BLOCK_DV, False)
     p_q = head_pointer(q, segment.i_b, segment.start_q + segment.offset, i_h)
     for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M):
-        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
+        rows = listed_rows(lists.perm, segment, i_entry, cu.q, SHAPE)
         # [M, D]
         b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, SHAPE.D, SHAPE.BLOCK_D, SHAPE.INDEX)
         # [M, D] @ [D, N] -> [M, N]
@@ -76,7 +76,7 @@ def bsa_selected_bwd_kernel(
     i_segment = tl.program_id(0) // HEADS
     if no_segment(None, 0, lists.ends + n_heads * n_slots - 1, i_segment):
         return
-    segment = locate_segment(lists.segments, i_segment, n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    segment = locate_segment(lists.segments, i_segment, n_slots, cu, n_batch, n_tokens, None, first_tile, SHAPE)
     i_h = segment.i_h * HEADS + tl.program_id(0) % HEADS
     i_key = segment.i_key
     D: tl.constexpr = SHAPE.D
@@ -94,7 +94,7 @@ def bsa_selected_bwd_kernel(
     p_q = head_pointer(q, segment.i_b, segment.start_q + segment.offset, i_h)
     p_do = head_pointer(do, segment.i_b, segment.start_q + segment.offset, i_h)
     for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M):
-        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
+        rows = listed_rows(lists.perm, segment, i_entry, cu.q, SHAPE)
         # [M, D], [M, DV]
         b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, D, SHAPE.BLOCK_D, SHAPE.INDEX)
         b_do = gather_rows(p_do, do.strides, rows.o_c, rows.o_g, rows.m_r, DV, SHAPE.BLOCK_DV, SHAPE.INDEX)

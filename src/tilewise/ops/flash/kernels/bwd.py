@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows, tap_step
+from tilewise.ops._device.rows import first_position, load_rows, locate_tile, other_side, store_rows, tap_step
 from tilewise.ops._device.scores import (
     cap_scores,
     diagonal,
@@ -134,8 +134,9 @@ def flash_bwd_dkdv_kernel(
     i_b, i_hk, i_n, start_k, Tk = locate_tile(
         tl.program_id(0), n_tiles, n_heads_k, n_batch, n_keys, cu.k, False, TILE.BLOCK_N
     )
+    first = first_position(cu.first, i_b)
     i_b, start_q, Tq = other_side(cu.q, i_b, n_queries, i_n, Tk)
-    n_seen = keys_seen(Tq, Tk, right, TILE.KEY_STRIDE)
+    n_seen = keys_seen(first + Tq, Tk, right, TILE.KEY_STRIDE)
     k_rows = Rows(k, strides.k, i_b, i_hk // heads.chunks, start_k, Tk)
     v_rows = Rows(v, strides.v, i_b, i_hk // heads.chunks, start_k, Tk)
     # [N, D], [N, DV]
@@ -143,7 +144,7 @@ def flash_bwd_dkdv_kernel(
     b_v = load_rows(v_rows, i_n, TILE.DV, TILE.BLOCK_N, TILE.BLOCK_DV, TILE.TMA)
     acc_dk = tl.full([TILE.BLOCK_N, TILE.BLOCK_D], 0.0, tl.float32)
     acc_dv = tl.full([TILE.BLOCK_N, TILE.BLOCK_DV], 0.0, tl.float32)
-    window = Window(left, right, diagonal(Tq, Tk, TILE.KEY_STRIDE))
+    window = Window(left, right, first + diagonal(Tq, Tk, TILE.KEY_STRIDE))
     runs = query_range(i_n, Tq, n_seen, window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     for i_h in range(i_hk * heads.group, i_hk * heads.group + heads.group):
         q_rows = Rows(q, strides.q, i_b, i_h, start_q, Tq)
@@ -203,8 +204,9 @@ def flash_bwd_dq_kernel(
     i_b, i_h, i_m, start_q, Tq = locate_tile(
         tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu.q, right is not None, TILE.BLOCK_M
     )
+    first = first_position(cu.first, i_b)
     i_b, start_k, Tk = other_side(cu.k, i_b, n_keys, i_m, Tq)
-    Tk = keys_seen(Tq, Tk, right, TILE.KEY_STRIDE)
+    Tk = keys_seen(first + Tq, Tk, right, TILE.KEY_STRIDE)
     q_rows = Rows(q, strides.q, i_b, i_h, start_q, Tq)
     do_rows = Rows(do, strides.do, i_b, i_h, start_q, Tq)
     k_rows = Rows(k, strides.k, i_b, i_h // group, start_k, Tk)
@@ -217,7 +219,7 @@ def flash_bwd_dq_kernel(
     b_lse = tl.load(stats.lse_log2 + o_row, mask=o_m < Tq, other=float("inf"))
     b_delta = tl.load(stats.delta + o_row, mask=o_m < Tq, other=0.0)
     acc_dq = tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32)
-    window = Window(left, right, diagonal(Tq, Tk, TILE.KEY_STRIDE))
+    window = Window(left, right, first + diagonal(Tq, Tk, TILE.KEY_STRIDE))
     runs = key_range(i_m, Tk, window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     for RUN in tl.static_range(3):
         if RUN != 0 or left is not None:

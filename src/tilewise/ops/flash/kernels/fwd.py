@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from tilewise.ops._device.records import Rows, Window
-from tilewise.ops._device.rows import load_rows, locate_tile, other_side, store_rows, tap_once, tap_step
+from tilewise.ops._device.rows import (
+    first_position,
+    load_rows,
+    locate_tile,
+    other_side,
+    store_rows,
+    tap_once,
+    tap_step,
+)
 from tilewise.ops._device.scores import (
     add_sink,
     cap_scores,
@@ -79,8 +87,9 @@ def flash_fwd_kernel(
     i_b, i_h, i_m, start_q, Tq = locate_tile(
         tl.program_id(0), n_tiles, n_heads, n_batch, n_queries, cu.q, right is not None, TILE.BLOCK_M
     )
+    first = first_position(cu.first, i_b)
     i_b, start_k, Tk = other_side(cu.k, i_b, n_keys, i_m, Tq)
-    Tk = keys_seen(Tq, Tk, right, TILE.KEY_STRIDE)
+    Tk = keys_seen(first + Tq, Tk, right, TILE.KEY_STRIDE)
     q_rows = Rows(q, strides.q, i_b, i_h, start_q, Tq)
     k_rows = Rows(k, strides.k, i_b, i_h // group, start_k, Tk)
     v_rows = Rows(v, strides.v, i_b, i_h // group, start_k, Tk)
@@ -93,7 +102,7 @@ def flash_fwd_kernel(
     m = tl.full([TILE.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([TILE.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([TILE.BLOCK_M, TILE.BLOCK_DV], 0.0, tl.float32)
-    window = Window(left, right, diagonal(Tq, Tk, TILE.KEY_STRIDE))
+    window = Window(left, right, first + diagonal(Tq, Tk, TILE.KEY_STRIDE))
     runs = key_range(i_m, Tk, window, TILE.BLOCK_M, TILE.BLOCK_N, TILE.KEY_STRIDE)
     for RUN in tl.static_range(3):
         if RUN != 0 or left is not None:

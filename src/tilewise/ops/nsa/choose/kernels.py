@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tilewise.ops._device.choice import ScoredRows, write_best
 from tilewise.ops._device.records import Rows
-from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
+from tilewise.ops._device.rows import first_position, load_rows, locate_slot, sequence_bounds
 
 SIZES = ("n_batch", "n_tokens", "n_heads_k", "group", "n_windows", "first_tile", "n_tiles", "n_blocks", "n_rows")
 
@@ -47,7 +47,7 @@ class Windows(NamedTuple):
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choose_scores_kernel(
-    q, k_cmp, lse, planes, q_strides, k_strides, cu, windows, n_batch, n_tokens, n_heads_k, group, n_windows,
+    q, k_cmp, lse, planes, q_strides, k_strides, cu, first, windows, n_batch, n_tokens, n_heads_k, group, n_windows,
     first_tile, n_tiles, n_blocks, scale_log2,
     TILE: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +64,7 @@ def nsa_choose_scores_kernel(
     i_hk = tl.program_id(0) // n_tiles
     i_b, i_local, start, Tq = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, BLOCK_M)
     i_m = i_local * BLOCK_M
+    i_first = first_position(first, i_b)
     i_bq, start_q, start_w, n_seen = i_b, 0, 0, n_windows
     if cu is not None:
         start_w, n_seen = sequence_bounds(windows, i_b, n_windows)
@@ -73,7 +74,9 @@ def nsa_choose_scores_kernel(
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, TILE.BLOCK_D)
     # Blocks of tokens up to the last one's own; those behind the last window that any of them sees score 0.
-    n_mine = tl.where(i_m < Tq, tl.minimum(i_m + BLOCK_M, Tq) - 1, -1) // (COUNT * WINDOWS.STRIDE) + 1
+    n_mine = tl.where(i_m < Tq, i_first + tl.minimum(i_m + BLOCK_M, Tq) - 1, -1) // (COUNT * WINDOWS.STRIDE) + 1
+    if first is not None:
+        n_mine = tl.minimum(n_mine, n_blocks)
     for i_block in range(0, n_mine, BLOCKS):
         o_c = (i_block + o_n // COUNT_P) * COUNT + o_n % COUNT_P
         m_c = (o_n % COUNT_P < COUNT) & (o_c < n_seen)
@@ -94,7 +97,7 @@ def nsa_choose_scores_kernel(
             b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
             # [M, D] @ [D, N] -> [M, N]
             acc += tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=TILE.PRECISION) * scale_log2 - b_lse[:, None])
-        m_seen = m_c[None, :] & ((o_c * WINDOWS.STRIDE + (WINDOWS.SIZE - 1))[None, :] <= o_m[:, None])
+        m_seen = m_c[None, :] & ((o_c * WINDOWS.STRIDE + (WINDOWS.SIZE - 1))[None, :] <= (i_first + o_m)[:, None])
         acc = tl.reshape(tl.where(m_seen, acc, 0.0), [BLOCK_M, BLOCKS, COUNT_P])
         o_w = tl.arange(0, COUNT_P)
         o_j = i_block + tl.arange(0, BLOCKS)
@@ -111,7 +114,7 @@ def nsa_choose_scores_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choose_best_kernel(
-    planes, indices, cu, n_batch, n_tokens, n_heads_k, first_tile, n_blocks, n_rows,
+    planes, indices, cu, first, n_batch, n_tokens, n_heads_k, first_tile, n_blocks, n_rows,
     CHOICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_R rows of the chunk: KV heads x tokens.
@@ -120,11 +123,14 @@ def nsa_choose_best_kernel(
     # Writes: the blocks of each token, ascending, -1 behind the last.
     i_hk = tl.program_id(0) * BLOCK_R // n_rows
     i_r = tl.program_id(0) * BLOCK_R % n_rows
-    _, i_local, start, Tq = locate_slot(first_tile + i_r // BLOCK_M, cu, n_batch, n_tokens, BLOCK_M)
+    i_b, i_local, start, Tq = locate_slot(first_tile + i_r // BLOCK_M, cu, n_batch, n_tokens, BLOCK_M)
     o_r = tl.arange(0, BLOCK_R)
     o_t = i_local * BLOCK_M + i_r % BLOCK_M + o_r
     m_r = o_t < Tq
-    i_own = o_t // CHOICE.BLOCK_SIZE
+    i_own = (first_position(first, i_b) + o_t) // CHOICE.BLOCK_SIZE
+    if first is not None:
+        # Values that were not checked must not lead out of bounds.
+        i_own = tl.minimum(i_own, n_blocks - 1)
     o_row = (i_r + o_r).to(tl.int64) * n_heads_k + i_hk
     rows = ScoredRows(planes, o_row, m_r, i_own, n_blocks)
     write_best(rows, indices + ((start + o_t).to(tl.int64) * n_heads_k + i_hk) * CHOICE.COUNT, CHOICE)

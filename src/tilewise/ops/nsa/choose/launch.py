@@ -26,7 +26,7 @@ from tilewise.ops.nsa.choose.kernels import (
     nsa_choose_best_kernel,
     nsa_choose_scores_kernel,
 )
-from tilewise.ops.nsa.problem import Sizes, check_whole
+from tilewise.ops.nsa.problem import Sizes
 
 # Scores that one program of the second kernel (one warp, so that it never waits for another) holds at a time, and
 # blocks of one token at least and at most: up to the first, lengths share a kernel.
@@ -47,7 +47,6 @@ def choose(
     """The blocks of every token and KV head, int32 [..., T, Hk, block_count], from the queries, the windows and the
     LSE over them.
     """
-    check_whole(first)
     tokens, heads_k = q.shape[-3], k_cmp.shape[-2]
     indices = q.new_empty((*q.shape[:-2], heads_k, sizes.block_count), dtype=torch.int32)
     if indices.numel() == 0:
@@ -63,8 +62,9 @@ def choose(
             " or backend='reference'"
         )
     planes = (in_block + sizes.compress_size // sizes.compress_stride - 2) // in_block + 1
-    # The longest sequence of a packed batch has at most all tokens.
-    n_blocks = -(-tokens // sizes.block_size)
+    # The longest sequence of a packed batch has at most all tokens; of its keys only the windows are known here.
+    most_keys = tokens if first is None else k_cmp.shape[-3] * sizes.compress_stride + sizes.compress_size
+    n_blocks = -(-most_keys // sizes.block_size)
     block = min(max(power_of_2(n_blocks), LEAST_BLOCKS), MOST_BLOCKS)
     tiles = tile_slots(tokens, config.block_m, cu) * (1 if cu is not None else q.shape[0])
     most = min(tiles, max(1, configs.SCORE_BYTES // (config.block_m * heads_k * planes * n_blocks * 4)))
@@ -75,6 +75,7 @@ def choose(
     shared = {
         "planes": buffer,
         "cu": cu,
+        "first": first,
         "n_batch": batch_size(q, cu),
         "n_tokens": tokens,
         "n_heads_k": heads_k,

@@ -14,7 +14,7 @@ from tilewise.ops._host.launching import Launch, batch_size, padded_channels, ro
 from tilewise.ops._host.program import emit
 from tilewise.ops.flash import launch as flash
 from tilewise.ops.nsa.compress.kernels import nsa_compress_bwd_kernel, nsa_compress_fwd_kernel, nsa_windows_kernel
-from tilewise.ops.nsa.problem import check_whole, window_count
+from tilewise.ops.nsa.problem import window_count
 
 # Windows of one program that makes means, each a loop over its tokens (interpreted, few programs are faster); tokens of
 # one that spreads gradients.
@@ -22,6 +22,8 @@ MEANS = 32 if interpreting() else 4
 COMPRESSED_ROWS = 32
 # Offsets of one program that finds where windows begin.
 OFFSETS = 1024
+# More than a sequence has.
+MOST_TOKENS = 1 << 30
 
 
 def _compress_arguments(
@@ -113,11 +115,12 @@ def make_inputs(
     size: int,
     stride: int,
     scale: float,
+    first: torch.Tensor | None = None,
 ) -> flash.Inputs:
     """What flash attention is called with."""
     # `c * stride <= t - (size - 1)`; a window longer than all tokens is seen by none, and must not overflow.
-    right = -min(size - 1, q.shape[-3])
-    return flash.Inputs(q, k_cmp, v_cmp, cu, windows, None, right, scale, 0.0, stride)
+    right = -min(size - 1, MOST_TOKENS)
+    return flash.Inputs(q, k_cmp, v_cmp, cu, windows, None, right, scale, 0.0, stride, first=first)
 
 
 def compressed_forward(
@@ -132,8 +135,7 @@ def compressed_forward(
     first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., T, Hq, Dv] in q's dtype and fp32 LSE [..., Hq, T]; 0 and -inf for a query that sees no window."""
-    check_whole(first)
-    return flash.plan_forward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale))
+    return flash.plan_forward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale, first))
 
 
 def compressed_backward(
@@ -152,5 +154,4 @@ def compressed_backward(
     first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk_cmp and dv_cmp in the inputs' dtype and contiguous, from the output, its LSE and their gradients."""
-    check_whole(first)
-    return flash.plan_backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale), o, lse, do, dlse)
+    return flash.plan_backward(make_inputs(q, k_cmp, v_cmp, cu, windows, size, stride, scale, first), o, lse, do, dlse)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tilewise.ops._device.blocks import Lists, ListSizes, Naming, Unions
+from tilewise.ops._device.records import Offsets
 from tilewise.ops._host.backend import architecture
 from tilewise.ops._host.launching import Launch, batch_size, pieces, power_of_2, tile_slots, tile_widths
 from tilewise.ops._host.program import emit, note
@@ -30,7 +31,8 @@ class Named(NamedTuple):
     """Which blocks tokens name: contiguous int32 indices [.., T, H, S] of blocks of `block_size` keys, and `own` slots
     for the token's own stretch.
 
-    `once` counts a block that a token names twice once.
+    `once` counts a block that a token names twice once. Where queries are a part of their sequences, `n_keys` rows of
+    keys have offsets `cu_k` (None: as `cu`), and `first` is as in nsa.launch; n_keys is None where they are whole.
     """
 
     indices: torch.Tensor
@@ -38,6 +40,14 @@ class Named(NamedTuple):
     block_size: int
     own: int
     once: bool
+    cu_k: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    n_keys: int | None = None
+
+    @property
+    def offsets(self) -> Offsets:
+        """As kernels take them."""
+        return Offsets(self.cu, self.cu_k, self.first)
 
     @property
     def heads(self) -> int:
@@ -59,23 +69,35 @@ class Named(NamedTuple):
         """Tokens whose entries are sorted together for the lists."""
         return max(1, configs.LIST_ENTRIES // self.slots_p)
 
+    @property
+    def _sequences(self) -> int:
+        return 1 if self.cu is not None else self.indices.shape[0]
+
     def tile_slots(self, tokens: int) -> int:
         """Tiles of this many tokens, of all sequences together."""
-        sequences = 1 if self.cu is not None else self.indices.shape[0]
-        return tile_slots(self.indices.shape[-3], tokens, self.cu) * sequences
+        return tile_slots(self.indices.shape[-3], tokens, self.cu) * self._sequences
+
+    @property
+    def block_slots(self) -> int:
+        """Blocks of keys, of all sequences together."""
+        if self.n_keys is None:
+            return self.tile_slots(self.block_size)
+        offsets = self.cu if self.cu_k is None else self.cu_k
+        return tile_slots(self.n_keys, self.block_size, offsets) * self._sequences
 
     @property
     def lists(self) -> int:
         """One for each block and head."""
-        return self.heads * self.tile_slots(self.block_size)
+        return self.heads * self.block_slots
 
     def geometry(self) -> dict[str, object]:
         """The arguments that every index kernel takes."""
         return {
             "indices": self.indices,
-            "cu": self.cu,
+            "cu": self.offsets,
             "n_batch": batch_size(self.indices, self.cu),
             "n_tokens": self.indices.shape[-3],
+            "n_keys": self.n_keys,
             "n_heads": self.heads,
         }
 
@@ -193,9 +215,11 @@ def make_inputs(
     sel_scale: torch.Tensor | None = None,
     own: bool = False,
     causal: bool = True,
+    cu_k: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> Inputs:
     """Inputs as the kernels take them: a long block cut into parts that fit, a large group into separate index
-    heads.
+    heads. Queries may be a part of their sequences where `causal`.
     """
     width, size = max(tile_widths(q.shape[-1], v.shape[-1], q.element_size())), q.element_size()
     parts = configs.parts_of_block(block_size, width, size, architecture(q.device))
@@ -204,7 +228,7 @@ def make_inputs(
             f"block_size is {block_size}: so many keys of {width} channels and {size} bytes fit no tile, nor can they"
             " be cut into equal parts of 16 or more that do; take a multiple of 16, or backend='reference'"
         )
-    blocks = check_blocks(q.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
+    blocks = check_blocks(k.shape[-3], block_size, parts, indices.shape[-1] * parts + parts)
     if indices.dtype != torch.int32 or parts > 1:
         indices = only_blocks(indices, blocks)
     if parts > 1:
@@ -215,7 +239,10 @@ def make_inputs(
         heads = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
         indices = repeat(indices, heads, -2)
         sel_scale = None if sel_scale is None else repeat(sel_scale, heads, -2)
+    part = cu_k is not None or first is not None or k.shape[-3] != q.shape[-3]
     named = Named(indices.contiguous(), cu, block_size // parts, parts if own else 0, once=causal)
+    if part:
+        named = named._replace(cu_k=cu_k, first=first, n_keys=k.shape[-3])
     return Inputs(q, k, v, named, None if sel_scale is None else sel_scale.contiguous(), causal, scale)
 
 
@@ -261,7 +288,7 @@ def make_lists(named: Named, chunk: Chunk, segment: int, flag: torch.Tensor | No
     """
     indices, geometry = named.indices, named.geometry()
     entries = chunk.tiles * named.tile_tokens * named.heads * named.slots
-    slots = named.tile_slots(named.block_size)
+    slots = named.block_slots
 
     def whole(*shape: int) -> torch.Tensor:
         return indices.new_empty(shape, dtype=torch.int32)

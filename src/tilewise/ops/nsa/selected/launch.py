@@ -29,8 +29,8 @@ from tilewise.ops.nsa import configs
 from tilewise.ops.nsa.selected import index
 from tilewise.ops.nsa.selected.index import LISTS, UNION, Inputs, MadeLists
 from tilewise.ops.nsa.selected.kernels.bwd import (
+    ByEntry,
     Incoming,
-    Selection,
     nsa_selected_bwd_keys_kernel,
     nsa_selected_bwd_lists_kernel,
     nsa_selected_bwd_queries_kernel,
@@ -59,9 +59,10 @@ def _arguments(inputs: Inputs, config: configs.Config) -> dict[str, Any]:
         "q": strided(q),
         "k": strided(inputs.k),
         "v": strided(inputs.v),
-        "cu": named.cu,
+        "cu": named.offsets,
         "n_batch": batch_size(q, named.cu),
         "n_tokens": q.shape[-3],
+        "n_keys": named.n_keys,
         "n_heads": named.heads,
         "heads_a_key": named.heads // inputs.k.shape[-2],
         "num_warps": config.num_warps,
@@ -111,8 +112,7 @@ def _in_lists(
         INDEX=index_type(made.tokens.shape[0], inputs.group, *rows),
         PRECISION=_precision(inputs, config),
     )
-    slots = named.tile_slots(named.block_size)
-    return {"lists": made.lists, "n_slots": slots, "first_tile": first_tile, "SHAPE": shape}
+    return {"lists": made.lists, "n_slots": named.block_slots, "first_tile": first_tile, "SHAPE": shape}
 
 
 def _why_pointers(k: torch.Tensor, v: torch.Tensor, block_size: int, block_n: int) -> str | None:
@@ -134,7 +134,8 @@ def _in_unions(inputs: Inputs, unions: Unions, config: configs.Config) -> dict[s
         BLOCK_M=config.block_m,
         BLOCK_N=inputs.block_n,
         SLOTS_P=named.slots_p,
-        TMA=tma,
+        # What lies past the last key is not zeroed by the descriptor where queries are a part of their sequence.
+        TMA=2 if tma and named.n_keys is not None else tma,
         PRECISION=_precision(inputs, config),
     )
     if config.tma:
@@ -251,7 +252,6 @@ def _backward_lists(
     arguments |= {
         "incoming": incoming,
         "sums": sums,
-        "selection": None if dsel is None else Selection(inputs.sel_scale, dsel),
         "scales": _scales(inputs),
     }
     rows_a_token = named.heads * inputs.group
@@ -264,7 +264,7 @@ def _backward_lists(
     entries = chunks[0].tiles * named.tile_tokens * named.heads * named.slots
     aside = KeySums(*(x.new_empty((entries // segment * block_n, x.shape[-1]), dtype=torch.float32) for x in sums))
     partial_dq = None if dq is None else dq.new_empty((entries * inputs.group, dq.shape[-1]))
-    arguments |= {"aside": aside, "partial_dq": partial_dq}
+    arguments |= {"aside": aside, "by_entry": ByEntry(partial_dq, inputs.sel_scale, dsel)}
     summing = order | {"num_warps": 4, "enable_fp_fusion": True}
     keys = summing | sum_keys(inputs, sums, aside, heads=1)
     for chunk in chunks:
@@ -301,11 +301,11 @@ def sum_keys(inputs: Any, sums: KeySums, aside: KeySums, heads: int) -> dict[str
     return {
         "aside": aside,
         "sums": sums,
-        "cu": named.cu,
+        "cu": named.cu if named.cu_k is None else named.cu_k,
         "n_batch": batch_size(inputs.q, named.cu),
-        "n_tokens": inputs.q.shape[-3],
+        "n_tokens": inputs.k.shape[-3],
         "n_heads": named.heads,
-        "n_slots": named.tile_slots(named.block_size),
+        "n_slots": named.block_slots,
         "WIDTHS": widths(inputs),
         "BLOCK_SIZE": named.block_size,
         "BLOCK_N": inputs.block_n,

@@ -31,7 +31,7 @@ from tilewise.ops._device.blocks import (
 from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import load_plain, load_rows, locate_slot, store_plain, store_sums
 
-SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
+SIZES = ("n_batch", "n_tokens", "n_keys", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 
 
 class Incoming(NamedTuple):
@@ -44,9 +44,12 @@ class Incoming(NamedTuple):
     delta: Any
 
 
-class Selection(NamedTuple):
-    """sel_scale by index head and slot, and its gradient."""
+class ByEntry(NamedTuple):
+    """What an entry has to itself, None where there is none: its rows' parts of dq; its sel_scale (by index head and
+    slot) and that one's gradient.
+    """
 
+    dq: Any
     sel_scale: Any
     dsel: Any
 
@@ -88,7 +91,7 @@ def store_entry_sums(p_x, b_x, m_x, GROUP_P: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_lists_kernel(
-    q, k, v, incoming, sums, aside, partial_dq, selection, lists, flag, cu, n_batch, n_tokens, n_heads, heads_a_key,
+    q, k, v, incoming, sums, aside, by_entry, lists, flag, cu, n_batch, n_tokens, n_keys, n_heads, heads_a_key,
     n_slots, first_tile, scales, WANTED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
@@ -98,7 +101,9 @@ def nsa_selected_bwd_lists_kernel(
     # where wanted each row's part of dq, and each entry's dsel.
     if no_segment(flag, WANTED, lists.ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
-    segment = locate_segment(lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    segment = locate_segment(
+        lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, n_keys, first_tile, SHAPE
+    )
     i_h = segment.i_h
     i_key = segment.i_key
     PRECISION: tl.constexpr = SHAPE.PRECISION
@@ -121,7 +126,7 @@ def nsa_selected_bwd_lists_kernel(
         (tl.cast(segment.i_b, tl.int64) * n_heads + i_h) * SHAPE.GROUP * n_tokens + segment.start_q + segment.offset
     )
     for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M // SHAPE.GROUP_P):
-        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
+        rows = listed_rows(lists.perm, segment, i_entry, cu.q, SHAPE)
         # [M, D], [M, DV]
         b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, D, SHAPE.BLOCK_D, SHAPE.INDEX)
         b_do = gather_rows(p_do, incoming.do.strides, rows.o_c, rows.o_g, rows.m_r, DV, SHAPE.BLOCK_DV, SHAPE.INDEX)
@@ -133,19 +138,19 @@ def nsa_selected_bwd_lists_kernel(
         o_sel = (o_token * n_heads + i_h) * SHAPE.S + rows.o_s
         m_sel = rows.m_r & (rows.o_s < SHAPE.S)
         b_sel = None
-        if selection is not None:
-            b_sel = tl.load(selection.sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
+        if by_entry.sel_scale is not None:
+            b_sel = tl.load(by_entry.sel_scale + o_sel, mask=m_sel, other=1.0).to(tl.float32)
         acc_dk, acc_dv, b_ds, b_dsel = nsa_selected_bwd_lists_step(
             acc_dk, acc_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, b_sel, kept, scales.scale_log2, PRECISION
         )
-        if selection is not None:
-            store_entry_sums(selection.dsel + o_sel, b_dsel * scales.scale, m_sel, SHAPE.GROUP_P, SHAPE.BLOCK_M)
-        if partial_dq is not None:
+        if by_entry.dsel is not None:
+            store_entry_sums(by_entry.dsel + o_sel, b_dsel * scales.scale, m_sel, SHAPE.GROUP_P, SHAPE.BLOCK_M)
+        if by_entry.dq is not None:
             # [M, N] @ [N, D] -> [M, D]
             b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION) * scales.scale
             # A chunk's results are fewer than 2^31.
             o_named = (rows.o_c * n_heads + i_h) * (SHAPE.S + SHAPE.OWN) + rows.o_s
-            store_plain(partial_dq, o_named * SHAPE.GROUP + rows.o_g, rows.m_r, b_dq, D, SHAPE.BLOCK_D)
+            store_plain(by_entry.dq, o_named * SHAPE.GROUP + rows.o_g, rows.m_r, b_dq, D, SHAPE.BLOCK_D)
     if segment.i_extra == 0:
         store_sums(sums, o_key, i_key + o_n < segment.n_keys, acc_dk, acc_dv, SHAPE)
     else:
@@ -258,8 +263,8 @@ def nsa_selected_bwd_union_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_union_kernel(
-    q, k, v, k_strides, v_strides, incoming, dq, unions, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_tiles,
-    scales, WANTED: tl.constexpr, SHAPE: tl.constexpr,
+    q, k, v, k_strides, v_strides, incoming, dq, unions, flag, cu, n_batch, n_tokens, n_keys, n_heads, heads_a_key,
+    n_tiles, scales, WANTED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.
@@ -268,15 +273,15 @@ def nsa_selected_bwd_union_kernel(
     if skipped(flag, WANTED):
         return
     i_h = tl.program_id(0) // n_tiles
-    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, SHAPE)
+    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, n_keys, SHAPE)
     # [M, D], [M, DV]
     b_q = gather_union_rows(q, tile, SHAPE.D, SHAPE.BLOCK_D, SHAPE)
     b_do = gather_union_rows(incoming.do, tile, SHAPE.DV, SHAPE.BLOCK_DV, SHAPE)
     o_row = (tl.cast(tile.i_b, tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h) * n_tokens + tile.start_q + tile.o_t
     b_lse = tl.load(incoming.lse_log2 + o_row, mask=tile.m_r, other=float("inf"))
     b_delta = tl.load(incoming.delta + o_row, mask=tile.m_r, other=0.0)
-    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
-    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_k, tile.n_seen)
+    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_k, tile.n_seen)
     BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -287,7 +292,7 @@ def nsa_selected_bwd_union_kernel(
             i_key = tl.load(unions.blocks + union.first + i_u) * SHAPE.BLOCK_SIZE
             named = named_by(unions.bits + union.first + i_u, SHAPE)
             acc_dq = nsa_selected_bwd_union_step(
-                acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, tile.o_t, scales.scale_log2, SHAPE,
+                acc_dq, b_q, b_do, b_lse, b_delta, k_rows, v_rows, i_key, named, tile.o_at, scales.scale_log2, SHAPE,
                 PART == 0,
             )  # fmt: skip
     o_out = (tile.start + tile.o_t).to(tl.int64) * (n_heads * SHAPE.GROUP) + tile.o_h

@@ -31,13 +31,13 @@ from tilewise.ops._device.records import Rows
 from tilewise.ops._device.rows import load_rows
 from tilewise.ops._device.scores import softmax_finish
 
-SIZES = ("n_batch", "n_tokens", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
+SIZES = ("n_batch", "n_tokens", "n_keys", "n_heads", "heads_a_key", "n_slots", "first_tile", "n_rows", "n_tiles")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_lists_kernel(
-    q, k, v, partial_o, partial_lse, lists, sel_scale, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_slots,
-    first_tile, scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
+    q, k, v, partial_o, partial_lse, lists, sel_scale, flag, cu, n_batch, n_tokens, n_keys, n_heads, heads_a_key,
+    n_slots, first_tile, scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: segments, at most.
     # Owns: one block of keys and SEGMENT entries of its list.
@@ -45,7 +45,9 @@ def nsa_selected_fwd_lists_kernel(
     # Writes: for each row the output and LSE (base 2) over this block alone.
     if no_segment(flag, WANTED, lists.ends + n_heads * n_slots - 1, tl.program_id(0)):
         return
-    segment = locate_segment(lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, first_tile, SHAPE)
+    segment = locate_segment(
+        lists.segments, tl.program_id(0), n_slots, cu, n_batch, n_tokens, n_keys, first_tile, SHAPE
+    )
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     DV: tl.constexpr = SHAPE.DV
     # [N, D], [N, DV]
@@ -58,7 +60,7 @@ def nsa_selected_fwd_lists_kernel(
     p_q = head_pointer(q, segment.i_b, segment.start_q + segment.offset, segment.i_h * SHAPE.GROUP)
     o_d = tl.arange(0, SHAPE.BLOCK_DV)
     for i_entry in range(0, segment.n_entries, SHAPE.BLOCK_M // SHAPE.GROUP_P):
-        rows = listed_rows(lists.perm, segment, i_entry, cu, SHAPE)
+        rows = listed_rows(lists.perm, segment, i_entry, cu.q, SHAPE)
         # [M, D]
         b_q = gather_rows(p_q, q.strides, rows.o_c, rows.o_g, rows.m_r, SHAPE.D, SHAPE.BLOCK_D, SHAPE.INDEX)
         # [M, D] @ [D, N] -> [M, N]
@@ -175,8 +177,8 @@ def nsa_selected_fwd_union_step(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_fwd_union_kernel(
-    q, k, v, k_strides, v_strides, o, lse, unions, flag, cu, n_batch, n_tokens, n_heads, heads_a_key, n_tiles,
-    scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
+    q, k, v, k_strides, v_strides, o, lse, unions, flag, cu, n_batch, n_tokens, n_keys, n_heads, heads_a_key,
+    n_tiles, scale_log2, WANTED: tl.constexpr, SIGN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of BLOCK_M / GROUP_P tokens x index heads.
     # Owns: its tokens, with all heads of the group.
@@ -185,13 +187,13 @@ def nsa_selected_fwd_union_kernel(
     if skipped(flag, WANTED):
         return
     i_h = tl.program_id(0) // n_tiles
-    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, SHAPE)
+    tile = locate_union_tile(tl.program_id(0) % n_tiles, i_h, cu, n_batch, n_tokens, n_keys, SHAPE)
     # [M, D]
     b_q = gather_union_rows(q, tile, SHAPE.D, SHAPE.BLOCK_D, SHAPE)
     if SIGN != 1:
         b_q = (b_q * SIGN).to(b_q.dtype)
-    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
-    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_q, tile.n_tokens)
+    k_rows = Rows(k, k_strides, tile.i_b, i_h // heads_a_key, tile.start_k, tile.n_seen)
+    v_rows = Rows(v, v_strides, tile.i_b, i_h // heads_a_key, tile.start_k, tile.n_seen)
     BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -204,7 +206,7 @@ def nsa_selected_fwd_union_kernel(
             i_key = tl.load(unions.blocks + union.first + i_u) * SHAPE.BLOCK_SIZE
             named = named_by(unions.bits + union.first + i_u, SHAPE)
             acc, m, l = nsa_selected_fwd_union_step(
-                b_q, acc, m, l, k_rows, v_rows, i_key, named, tile.o_t, scale_log2, SHAPE, PART == 0
+                b_q, acc, m, l, k_rows, v_rows, i_key, named, tile.o_at, scale_log2, SHAPE, PART == 0
             )
     b_o, b_lse = softmax_finish(acc, m, l)
     # A row that saw nothing gives 0, also where a neighbour saw NaN.

@@ -13,15 +13,15 @@ a bit a token. Those that reach past the tile's first token, which come first, a
 import triton
 import triton.language as tl
 
-from tilewise.ops._device.blocks import named_blocks, skipped, sorted_entries, within_run
-from tilewise.ops._device.rows import first_slot, locate_slot
+from tilewise.ops._device.blocks import keys_seen_by, named_blocks, skipped, sorted_entries, within_run
+from tilewise.ops._device.rows import first_key_slot, locate_slot
 
-SIZES = ("n_batch", "n_tokens", "n_heads", "n_slots", "first_tile", "n_tiles", "n_lists")
+SIZES = ("n_batch", "n_tokens", "n_keys", "n_heads", "n_slots", "first_tile", "n_tiles", "n_lists")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_count_kernel(
-    indices, ranks, counts, tokens, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile, n_tiles,
+    indices, ranks, counts, tokens, flag, cu, n_batch, n_tokens, n_keys, n_heads, n_slots, first_tile, n_tiles,
     WANTED: tl.constexpr, ONCE: tl.constexpr, NAMING: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads.
@@ -36,15 +36,16 @@ def nsa_index_count_kernel(
     SLOTS: tl.constexpr = NAMING.S + NAMING.OWN
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
-    i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, TOKENS)
+    i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu.q, n_batch, n_tokens, TOKENS)
     i_t = i_local * TOKENS
-    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING)
+    _, _, n_seen, _ = keys_seen_by(cu, i_b, start, n_rows, n_tokens, n_keys)
+    b_named = named_blocks(indices, i_t, start, n_rows, n_seen, i_h, n_heads, NAMING)
     entries = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, ONCE)
     b_rank = within_run(entries.counted.to(tl.int32), entries.first)
     o_s = entries.entry % SLOTS_P
     o_entry = ((i_tile * TOKENS + entries.entry // SLOTS_P).to(tl.int64) * n_heads + i_h) * SLOTS + o_s
     tl.store(ranks + o_entry, tl.where(entries.counted, b_rank, -1), mask=o_s < SLOTS)
-    o_list = (i_h * n_slots + first_slot(i_b, cu, n_tokens, NAMING.BLOCK_SIZE) + entries.block).to(tl.int64)
+    o_list = (i_h * n_slots + first_key_slot(i_b, cu, n_tokens, n_keys, NAMING.BLOCK_SIZE) + entries.block).to(tl.int64)
     tl.store(counts + o_list * n_tiles + i_tile, b_rank + entries.counted.to(tl.int32), mask=entries.ends)
     if i_h == 0:
         o_t = tl.arange(0, TOKENS)
@@ -96,8 +97,8 @@ def nsa_index_lists_kernel(list_sizes, flag, n_lists, WANTED: tl.constexpr, SEGM
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_index_place_kernel(
-    indices, ranks, counts, list_sizes, perm, segments, flag, cu, n_batch, n_tokens, n_heads, n_slots, first_tile,
-    n_tiles, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, NAMING: tl.constexpr,
+    indices, ranks, counts, list_sizes, perm, segments, flag, cu, n_batch, n_tokens, n_keys, n_heads, n_slots,
+    first_tile, n_tiles, n_lists, WANTED: tl.constexpr, SEGMENT: tl.constexpr, NAMING: tl.constexpr,
 ):  # fmt: skip
     # Grid: tiles of TOKENS tokens of the chunk x index heads, or lists, whichever is more.
     # Owns: the entries of one tile, and one list.
@@ -124,21 +125,22 @@ def nsa_index_place_kernel(
         SLOTS: tl.constexpr = NAMING.S + NAMING.OWN
         i_tile = pid % n_tiles
         i_h = pid // n_tiles
-        i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu, n_batch, n_tokens, TOKENS)
-        b_block = named_blocks(indices, i_local * TOKENS, start, n_rows, i_h, n_heads, NAMING)
+        i_b, i_local, start, n_rows = locate_slot(first_tile + i_tile, cu.q, n_batch, n_tokens, TOKENS)
+        _, _, n_seen, _ = keys_seen_by(cu, i_b, start, n_rows, n_tokens, n_keys)
+        b_block = named_blocks(indices, i_local * TOKENS, start, n_rows, n_seen, i_h, n_heads, NAMING)
         o_e = tl.arange(0, TOKENS * SLOTS_P)
         o_s = o_e % SLOTS_P
         o_token = i_tile * TOKENS + o_e // SLOTS_P
         b_rank = tl.load(ranks + (o_token.to(tl.int64) * n_heads + i_h) * SLOTS + o_s, mask=o_s < SLOTS, other=-1)
         m_e = b_rank >= 0
-        o_list = i_h * n_slots + first_slot(i_b, cu, n_tokens, NAMING.BLOCK_SIZE) + b_block
+        o_list = i_h * n_slots + first_key_slot(i_b, cu, n_tokens, n_keys, NAMING.BLOCK_SIZE) + b_block
         b_before = tl.load(counts + o_list.to(tl.int64) * n_tiles + i_tile, mask=m_e, other=0)
         b_first = tl.load(list_sizes.firsts + o_list, mask=m_e, other=0)
         tl.store(perm + (b_first + b_before + b_rank), o_token * SLOTS + o_s, mask=m_e)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def nsa_index_union_kernel(indices, unions, cu, n_batch, n_tokens, n_heads, n_tiles, NAMING: tl.constexpr):
+def nsa_index_union_kernel(indices, unions, cu, n_batch, n_tokens, n_keys, n_heads, n_tiles, NAMING: tl.constexpr):
     # Grid: tiles of TOKENS tokens x index heads.
     # Owns: the entries of one tile.
     # Loops over: nothing.
@@ -148,9 +150,10 @@ def nsa_index_union_kernel(indices, unions, cu, n_batch, n_tokens, n_heads, n_ti
     SLOTS_P: tl.constexpr = NAMING.SLOTS_P
     i_tile = tl.program_id(0) % n_tiles
     i_h = tl.program_id(0) // n_tiles
-    _, i_local, start, n_rows = locate_slot(i_tile, cu, n_batch, n_tokens, TOKENS)
+    i_b, i_local, start, n_rows = locate_slot(i_tile, cu.q, n_batch, n_tokens, TOKENS)
+    _, _, n_seen, first = keys_seen_by(cu, i_b, start, n_rows, n_tokens, n_keys)
     i_t = i_local * TOKENS
-    b_named = named_blocks(indices, i_t, start, n_rows, i_h, n_heads, NAMING)
+    b_named = named_blocks(indices, i_t, start, n_rows, n_seen, i_h, n_heads, NAMING)
     entries = sorted_entries(b_named, TOKENS * SLOTS_P, SLOTS_P, True)
     # A token counts once in a run, so that the sum of bits is their union.
     b_bit = tl.where(entries.counted, 1 << (entries.entry // SLOTS_P), 0)
@@ -161,6 +164,9 @@ def nsa_index_union_kernel(indices, unions, cu, n_batch, n_tokens, n_heads, n_ti
     tl.store(unions.blocks + o_union, entries.block, mask=ends)
     tl.store(unions.bits + o_union, b_bits, mask=ends)
     # A block that ends before the tile's first token, or at it, is seen whole by every token.
-    n_masked = tl.sum((ends & (entries.block >= (i_t + 1) // NAMING.BLOCK_SIZE)).to(tl.int32), 0)
+    i_at = first + i_t
+    if n_keys is not None:
+        i_at = tl.minimum(i_at, n_seen - 1)
+    n_masked = tl.sum((ends & (entries.block >= (i_at + 1) // NAMING.BLOCK_SIZE)).to(tl.int32), 0)
     tl.store(unions.sizes + tl.program_id(0) * 2, n_union)
     tl.store(unions.sizes + tl.program_id(0) * 2 + 1, n_masked)
