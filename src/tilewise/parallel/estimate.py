@@ -15,7 +15,7 @@ import torch
 
 from tilewise.parallel.assignment import Runs, planning, sums
 from tilewise.parallel.balance import seen
-from tilewise.parallel.traffic import BEFORE, ITEM, WIDE, Direction, Layer, Traffic, traffic
+from tilewise.parallel.traffic import BEFORE, Direction, Layer, Traffic, sparse_memory, traffic
 
 Tensor = torch.Tensor
 
@@ -132,16 +132,16 @@ def flash_estimate(
 @planning
 def sparse_estimate(bounds: Tensor, runs: Runs, world: int, layer: Layer, bytes_a_second: float) -> Estimate:
     """native_sparse_attention with its defaults, over keys and values that are gathered as flash_attention's."""
-    keys = SparseKeys(*(sums(x, runs.ranks, world) for x in sparse_keys(runs, bounds, Sparse())))
+    sparse = Sparse()
+    keys = SparseKeys(*(sums(x, runs.ranks, world) for x in sparse_keys(runs, bounds, sparse)))
     held = sums(runs.stops - runs.starts, runs.ranks, world)
     found = []
     for direction in DIRECTIONS:
         parts, tflops = sparse_work(keys, layer, direction), rates()["nsa"][direction]["tflops"]
         compute = parts.compressed / (tflops["compressed"] * 1e12) + parts.near / (tflops["near"] * 1e12)
         moved = traffic(runs, bounds, world, layer, "all_gather", direction)
-        # Two more branches' outputs and LSEs, and the blocks.
-        kept = 2 * layer.heads * (layer.value_dim * ITEM + WIDE) + layer.kv_heads * Sparse().block_count * WIDE
-        moved = moved._replace(memory=moved.memory + held * kept)
+        beside = sparse_memory(runs, bounds, world, layer, sparse.block_count, direction)
+        moved = moved._replace(memory=moved.memory + beside)
         found.append(_costs(parts.compressed + parts.near, compute, moved, bytes_a_second))
     return Estimate(held, *found)
 

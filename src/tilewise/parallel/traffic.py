@@ -201,3 +201,17 @@ def _passed(rows: Rows, calls: Calls, keys: int, layer: Layer, direction: Direct
         memory = held * _own(layer, direction) + gradients + torch.maximum(step, gradients)
         home, back = received, (world - 1) * held * row
     return Traffic(sent, received, home, back, memory, world)
+
+
+def sparse_memory(runs: Runs, bounds: Tensor, world: int, layer: Layer, blocks: int, direction: Direction) -> Tensor:
+    """Bytes that native sparse attention, with so many blocks a query, holds beside what dense attention does."""
+    rows = exchanged(runs, bounds, world)
+    o, gates = layer.heads * layer.value_dim * ITEM, 3 * layer.heads * ITEM
+    # The outputs and LSEs of three branches next to their sum, gates, and blocks.
+    kept = 3 * o + 2 * layer.heads * WIDE + gates + layer.kv_heads * blocks * WIDE
+    if direction == "forward" or world == 1:
+        return rows.held.double() * kept
+    heads = flash.heads_that_fit(layer.kv_heads, int(rows.held.sum()) * layer.channels * ITEM)
+    # Gradients of gates, of each branch's output, and of keys and values in fp32 before the last branch's are added.
+    gradients = gates + 3 * heads * layer.group * layer.value_dim * ITEM
+    return rows.held.double() * (kept + gradients) + rows.needed.double() * (heads * layer.channels * WIDE)
