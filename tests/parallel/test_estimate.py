@@ -87,10 +87,13 @@ def test_travelling_hides_behind_computing():
     """The first keys and the last gradients do not."""
     for steps in (1, 2, 3, 8):
         compute, coming, going = (torch.tensor([x], dtype=torch.float64) * steps for x in (5.0, 2.0, 1.0))
-        assert overlapped(steps, compute, coming, going).item() == pytest.approx(5 * steps + 2 + 1)
+        assert overlapped(steps, steps, compute, coming, going).item() == pytest.approx(5 * steps + 2 + 1)
         # A slow link is what takes time.
         compute = torch.tensor([0.5], dtype=torch.float64) * steps
-        assert overlapped(steps, compute, coming, going).item() >= 3 * steps
+        assert overlapped(steps, steps, compute, coming, going).item() >= 3 * steps
+    # A ring begins with a rank's own.
+    compute, coming, going = (torch.tensor([x], dtype=torch.float64) for x in (20.0, 6.0, 3.0))
+    assert overlapped(4, 3, compute, coming, going).item() == pytest.approx(20 + 1)
 
 
 def test_one_gpu_takes_what_was_measured():

@@ -103,12 +103,15 @@ def measured_dim(layer: Layer) -> int:
     return next((dim for dim in dims if dim >= wanted), dims[-1])
 
 
-def overlapped(steps: int, compute: Tensor, coming: Tensor, going: Tensor) -> Tensor:
-    """Seconds of steps, in each of which the next one's keys come and the last one's gradients go."""
-    k, c, h = (x / steps for x in (compute, coming, going))
+def overlapped(steps: int, transfers: int, compute: Tensor, coming: Tensor, going: Tensor) -> Tensor:
+    """Seconds of steps, in each of which the next one's keys come and the last one's gradients go. Where keys come as
+    often as there are steps, the first waits for its own.
+    """
+    k, c, h = compute / steps, coming / transfers, going / transfers
+    begin = c if transfers == steps else torch.zeros_like(c)
     if steps == 1:
-        return c + k + h
-    return c + torch.maximum(k, c) + (steps - 2) * torch.maximum(k, c + h) + torch.maximum(k, h) + h
+        return begin + k + h
+    return begin + torch.maximum(k, c) + (steps - 2) * torch.maximum(k, c + h) + torch.maximum(k, h) + h
 
 
 @planning
@@ -147,6 +150,12 @@ def sparse_estimate(bounds: Tensor, runs: Runs, world: int, layer: Layer, bytes_
 
 
 def _costs(flops: Tensor, compute: Tensor, moved: Traffic, bytes_a_second: float) -> Costs:
-    coming, going = torch.maximum(moved.sent, moved.received), torch.maximum(moved[2], moved[3])
-    seconds = overlapped(moved.steps, compute, coming / bytes_a_second, going / bytes_a_second)
-    return Costs(flops, moved.sent + moved[2], moved.received + moved[3], moved.memory, seconds)
+    coming = torch.maximum(moved.sent, moved.received) / bytes_a_second
+    going = torch.maximum(moved.gradients_sent, moved.gradients_received) / bytes_a_second
+    return Costs(
+        flops,
+        moved.sent + moved.gradients_sent,
+        moved.received + moved.gradients_received,
+        moved.memory,
+        overlapped(moved.steps, moved.transfers, compute, coming, going),
+    )

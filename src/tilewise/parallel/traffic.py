@@ -52,12 +52,9 @@ class Rows(NamedTuple):
     @property
     def room(self) -> Tensor:
         """Rows of buffers while they are on their way here."""
-        return torch.full_like(self.held, self.padded) if self.gathers else self.needed + self.sent
-
-    @property
-    def padded(self) -> int:
-        """Rows of all ranks where each has as many as the one that has most."""
-        return len(self.held) * int(self.held.max())
+        if self.gathers:
+            return torch.full_like(self.held, len(self.held) * int(self.held.max()))
+        return self.needed + self.sent
 
 
 def exchanged(runs: Runs, bounds: Tensor, world: int) -> Rows:
@@ -102,7 +99,7 @@ def calls_of(runs: Runs, sequences: int, world: int) -> Calls:
 
 class Traffic(NamedTuple):
     """By rank, float64 `[w]`: bytes of K and V that it sends and receives, of their gradients, and that it holds at the
-    peak, with inputs and results. Both travel in so many steps.
+    peak, with inputs and results. It computes in so many steps, for which keys come so many times.
     """
 
     sent: Tensor
@@ -111,6 +108,7 @@ class Traffic(NamedTuple):
     gradients_received: Tensor
     memory: Tensor
     steps: int
+    transfers: int
 
 
 def traffic(runs: Runs, bounds: Tensor, world: int, layer: Layer, method: str, direction: Direction) -> Traffic:
@@ -119,7 +117,7 @@ def traffic(runs: Runs, bounds: Tensor, world: int, layer: Layer, method: str, d
     calls = calls_of(runs, len(bounds) - 1, world)
     if world == 1:
         none = torch.zeros(1, dtype=torch.float64)
-        return Traffic(none, none, none, none, rows.held * _own(layer, direction), 1)
+        return Traffic(none, none, none, none, rows.held.double() * _own(layer, direction), 1, 1)
     if method == "ring":
         packed = len(bounds) > 2
         # Of packed sequences a call has all keys of a rank, and leaves some out: of queries too.
@@ -172,7 +170,7 @@ def _gathered(rows: Rows, calls: Calls, layer: Layer, direction: Direction) -> T
         # The gradients of keys and values, and what is sent of them.
         beside = torch.maximum(computing, 2 * here + going + coming * (steps > 1))
         home, back = (needs - held) * row, (sends - held) * row
-    return Traffic(sent, received, home, back, held * _own(layer, direction) + beside, steps)
+    return Traffic(sent, received, home, back, held * _own(layer, direction) + beside, steps, steps)
 
 
 def _passed(rows: Rows, calls: Calls, keys: int, layer: Layer, direction: Direction) -> Traffic:
@@ -200,7 +198,7 @@ def _passed(rows: Rows, calls: Calls, keys: int, layer: Layer, direction: Direct
         # In fp32 from the start, in 16 bits at the end alone.
         memory = held * _own(layer, direction) + gradients + torch.maximum(step, gradients)
         home, back = received, (world - 1) * held * row
-    return Traffic(sent, received, home, back, memory, world)
+    return Traffic(sent, received, home, back, memory, world, world - 1)
 
 
 def sparse_memory(runs: Runs, bounds: Tensor, world: int, layer: Layer, blocks: int, direction: Direction) -> Tensor:
