@@ -76,6 +76,22 @@ def test_decoding_equals_training(options):
 
 
 @pytest.mark.parametrize("compression", ["mean", "learned"])
+def test_decoding_with_a_cache_in_pages(compression):
+    layer, x = make(compression=compression), draw(2, 50, 24)
+    table = torch.tensor([[6, 1, 4, 0], [2, 7, 5, 3]])
+    k_pages, v_pages = (
+        torch.full((8, 16, layer.kv_heads, width), torch.nan, dtype=x.dtype)
+        for width in (layer.head_dim, layer.value_dim)
+    )
+    cache = layer.init_cache(2, 50, page_table=table, k_pages=k_pages, v_pages=v_pages)
+    o = torch.cat([layer.step(part, cache) for part in x.split([21, 1, 1, 8, 19], dim=1)], dim=1)
+    torch.testing.assert_close(o, layer(x).detach(), rtol=1e-9, atol=1e-12)
+    # The 17th token of the second sequence is the first of its second page.
+    torch.testing.assert_close(k_pages[7, 0], cache.k[1, 16], rtol=0, atol=0)
+    assert v_pages[7, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("compression", ["mean", "learned"])
 def test_decoding_sequences_of_different_lengths(compression):
     layer, x = make(compression=compression), draw(3, 50, 24)
     expected = layer(x).detach()

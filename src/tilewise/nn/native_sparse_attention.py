@@ -204,16 +204,37 @@ class NativeSparseAttention(nn.Module):
             return self.to_out(o.flatten(-2)), indices
         return cast(torch.Tensor, self.to_out(result.flatten(-2)))
 
-    def init_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> NSACache:
+    def init_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype | None = None,
+        page_table: torch.Tensor | None = None,
+        k_pages: torch.Tensor | None = None,
+        v_pages: torch.Tensor | None = None,
+    ) -> NSACache:
         """An empty cache for `step`, for `batch` sequences of up to `max_len` tokens; in the dtype of the weights, or
         autocast's inside autocast.
+
+        page_table, k_pages `[pages, page_size, kv_heads, head_dim]` and v_pages `[.., value_dim]` are as in NSACache:
+        keys and values are kept in these pools. Layers may share a table, not a pool.
         """
         weight = self.to_k.weight
         if dtype is None:
             casts = weight.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(weight.device.type)
             dtype = torch.get_autocast_dtype(weight.device.type) if casts else weight.dtype
         shape = batch, max_len, self.kv_heads, self.head_dim, self.value_dim
-        return NSACache(*shape, **self.sizes, compress=self.compression, dtype=dtype, device=weight.device)
+        return NSACache(
+            *shape,
+            **self.sizes,
+            compress=self.compression,
+            dtype=dtype,
+            device=weight.device,
+            page_table=page_table,
+            k_pages=k_pages,
+            v_pages=v_pages,
+        )
 
     @torch.no_grad()
     def step(self, x: torch.Tensor, cache: NSACache, *, counts: torch.Tensor | None = None) -> torch.Tensor:
