@@ -214,7 +214,7 @@ def splits_of(queries, group, kv_heads, keys):
     """The kernels' rule, written once more: how many splits an entry has."""
     rows = queries * group
     most = max(1, configs.WORK // (kv_heads * -(-rows // 16))) if queries <= configs.SPLIT_TOKENS else 1
-    chunk = max(-(-keys // most), configs.LEAST_KEYS, rows * configs.KEYS_A_ROW)
+    chunk = max(-(-keys // most), 512 if rows <= 16 else 64 * rows)
     chunk = -(-chunk // 64) * 64
     return max(1, -(-keys // chunk))
 
@@ -244,7 +244,7 @@ def test_the_split_of_a_long_prefill_ends_behind_its_keys(device, queries):
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 1), (4, 8), (7, 3), (128, 1), (1, 600)])
 def test_there_is_room_for_every_split(group, kv_heads):
     room = 40_000
-    for queries in (1, 2, 5, 16, 63, 64, 65):
+    for queries in (1, 2, 3, 4, 5, 16, 17, 63, 64, 65):
         most = configs.most_splits(queries, group, kv_heads, room, 0, 64)
         for keys in (0, 1, 255, 256, 257, 4096, 39_999, room):
             assert splits_of(queries, group, kv_heads, keys) <= most

@@ -73,7 +73,8 @@ class Shape(NamedTuple):
 
 class Rule(NamedTuple):
     """Constants of how keys are split. GIVEN: into so many parts. None: for at most TOKENS queries, into as many as
-    make WORK tiles of 16 rows of all KV_HEADS, each of at least LEAST keys and KEYS_A_ROW for each row of a KV head.
+    make WORK tiles of 16 rows of all KV_HEADS, each of at least LEAST keys for up to 16 rows of a KV head, and of
+    KEYS_A_ROW for each row of more.
     """
 
     GIVEN: Any
@@ -145,7 +146,7 @@ def split_keys(n_queries, keys, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
     else:
         most = RULE.WORK // (RULE.KV_HEADS * tl.maximum(tl.cdiv(rows, 16), 1))
         most = tl.where(n_queries <= RULE.TOKENS, tl.maximum(most, 1), 1)
-        least = tl.maximum(rows * RULE.KEYS_A_ROW, RULE.LEAST)
+        least = tl.where(rows <= 16, RULE.LEAST, rows * RULE.KEYS_A_ROW)
     chunk = tl.cdiv(tl.maximum(tl.cdiv(keys.end - low, most), least), BLOCK_N) * BLOCK_N
     return Splits(low, chunk, tl.maximum(tl.cdiv(keys.end - low, chunk), 1))
 
