@@ -150,6 +150,54 @@ def test_the_same_kernels_as_the_call_launches():
     assert [(x.kernel.fn.__name__, x.grid) for x in launches] == [(x.name, x.grid) for x in found.forward]
 
 
+def decode_step(make, **options):
+    """Three new tokens over a cache of up to 4,096."""
+    k, gate = make(2, 3, 4, 64, dtype=torch.bfloat16, grad=False), make(2, 3, 8, dtype=torch.bfloat16, grad=False)
+    cache = tilewise.NSACache(2, 4096, 4, 64, 64, dtype=torch.bfloat16, device=k.device, **options)
+    q = make(2, 3, 8, 64, dtype=torch.bfloat16, grad=False)
+    return (q, k, k, cache), {"g_cmp": gate, "g_slc": gate, "g_swa": gate}
+
+
+def learned(k, v):
+    raise AssertionError("a compression is not called")
+
+
+def in_pages():
+    pool = meta(70, 128, 4, 64, grad=False)
+    return {"page_table": torch.empty(2, 32, dtype=torch.int32, device="meta"), "k_pages": pool, "v_pages": pool}
+
+
+@pytest.mark.parametrize("options", [{}, in_pages(), {"compress": learned}], ids=["", "pages", "learned"])
+def test_a_decoding_step_over_a_sparse_cache(options):
+    args, gates = decode_step(meta, **options)
+    stored = args[3].stored
+    found = tilewise.explain(tilewise.nsa_decode_step, *args, **gates)
+    assert (found.function, found.backend, found.architecture) == ("nsa_decode_step", "triton", 90)
+    assert found.backward is None
+    assert found.forward_bytes > 0
+    assert args[3].stored is stored
+    assert args[3].compress is options.get("compress")
+    if "compress" in options:
+        assert names(found.forward)[1] == "nsa_cached_windows_kernel"
+        return
+    with launching.capture(90) as launches:
+        tilewise.nsa_decode_step(*args, **gates)
+    assert [(x.kernel.fn.__name__, x.grid) for x in launches] == [(x.name, x.grid) for x in found.forward]
+    assert len(launches) == 7
+
+
+def test_a_decoding_step_on_the_cpu_leaves_its_cache_alone():
+    args, gates = decode_step(lambda *shape, dtype, grad: torch.zeros(*shape, dtype=dtype))
+    assert tilewise.explain(tilewise.nsa_decode_step, *args, **gates).why == "the tensors are on cpu"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wide = [x.float() for x in args[:3]]
+        assert tilewise.explain(tilewise.nsa_decode_step, *wide, args[3], **gates).backend == "cpu"
+    with pytest.raises(ValueError, match="are all None"):
+        tilewise.explain(tilewise.nsa_decode_step, *args, g_cmp=None, g_slc=None, g_swa=None)
+    assert args[3].lengths.tolist() == [0, 0]
+    assert args[3].device.type == "cpu"
+
+
 @pytest.mark.skipif(not backend.interpreting(), reason="kernels are not interpreted")
 def test_autocast_casts_before_kernels_are_chosen():
     q = torch.zeros(1, 512, 2, 64)

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -13,12 +14,14 @@ import torch
 import tilewise
 from tilewise.ops._host import backend, describe
 from tilewise.ops._host.describe import Kernel as Kernel
+from tilewise.ops.nsa.cache import NSACache
+from tilewise.ops.nsa.cached.stored import Stored
 
 # Per context; only `explain` reads it, so that calls run unchanged.
 _architecture: contextvars.ContextVar[int | None] = contextvars.ContextVar("tilewise_explaining_on", default=None)
-# The public operators; a decoding step over an NSACache is several plans, no operator of torch's.
+# The public operators.
 OPERATORS = tuple(
-    name for name, home in tilewise._HOME.items() if home.startswith("tilewise.ops.") and not home.endswith(".decode")
+    name for name, home in tilewise._HOME.items() if home.startswith("tilewise.ops.") and name != "NSACache"
 )
 WITHOUT_KERNELS = {
     "cpu": "tile by tile in torch on the CPU: no kernels",
@@ -120,12 +123,12 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """What a call of one of tilewise's operators would run. Nothing runs, and no value of a tensor is read.
 
     Args:
-        function: `flash_attention`, `flash_attention_with_kvcache` or another operator; not `nsa_decode_step`, which is
-            seven launches whatever it is called with.
+        function: `flash_attention`, `flash_attention_with_kvcache`, `nsa_decode_step` or another operator.
         args, kwargs: what it would be called with. The backward is explained where a tensor requires a gradient, for
             an incoming gradient that is contiguous. Tensors on the `meta` device are taken to be on an H100 (sm_90);
             `explaining_on` chooses another architecture. `gate_model` of `hstu_attention_with_bsa` is not called: its
-            gates are taken to be in q's dtype.
+            gates are taken to be in q's dtype. Nor is the `compress` of an NSACache, whose own launches are not told;
+            the cache stays as it is.
 
     Returns:
         An `Explanation`: the backend, kernels, tiles and grids, and the reasons why faster kernels were not taken.
@@ -181,7 +184,13 @@ class _StandIns:
         self._made: dict[int, torch.Tensor] = {}
 
     def of(self, x: Any) -> Any:
-        """In place of a tensor; anything else is itself."""
+        """In place of a tensor, or of a cache with its tensors; anything else is itself."""
+        if isinstance(x, NSACache):
+            cache = copy.copy(x)
+            cache.stored = Stored(*map(self.of, x.stored))
+            cache.device = cache.stored.lengths.device
+            cache.compress = None if x.compress is None else _first_rows
+            return cache
         if not isinstance(x, torch.Tensor):
             return x
         if not self._made:
@@ -192,6 +201,11 @@ class _StandIns:
             made = torch.empty_strided((0,), (1,), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
             self._made[id(x)] = made.requires_grad_(x.requires_grad)
         return self._made[id(x)]
+
+
+def _first_rows(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of a learned compression of windows `[B, C, size, Hk, ·]`."""
+    return k[:, :, 0], v[:, :, 0]
 
 
 def _gates(padded_q: torch.Tensor) -> list[torch.Tensor]:

@@ -220,7 +220,13 @@ class Operation:
             bound = inspect.signature(plan).bind(*arguments, **named)
             bound.apply_defaults()
             arguments = bound.args
-        if _first(arguments).device.type != "cuda" or backend.observed():
+        device = _first(arguments).device
+        explained = backend.explained()
+        if explained is not None:
+            # Outside an operator of torch's plans write to what they are given, and return nothing.
+            explained.templates.append((plan.__name__, template.make(plan, arguments, device)))
+            return None
+        if device.type != "cuda" or backend.observed():
             return plan(*arguments)
         return (self._planned.known(arguments) or self._planned.make(arguments)).run()
 

@@ -3,13 +3,15 @@
 import torch
 
 from tilewise.ops._host import checks
+from tilewise.ops._host.backend import actual
 from tilewise.ops.flash.decode.checks import PAGE_MULTIPLE, check_entries, check_pages, check_written
 from tilewise.ops.nsa.cached.stored import Stored
 
 
 def autocasts(device: torch.device) -> bool:
     """Whether torch.autocast chooses dtypes, not the caller."""
-    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    kind = actual(device).type
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
 def check_new(stored: Stored, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor | None:
