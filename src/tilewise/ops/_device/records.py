@@ -60,7 +60,7 @@ class Offsets(NamedTuple):
 
     q: Any
     k: Any
-    first: Any
+    first: Any = None
 
 
 class Packed(NamedTuple):
