@@ -69,7 +69,8 @@ def test_chunks_of_tokens_change_nothing_but_the_order_of_sums(device, monkeypat
     assert len(index.chunks(inputs.named, inputs.named.heads * inputs.named.slots * (16 * 4 + 8))) > 2
     parted = run(*case, 16, "lists")
     assert_close(parted, expected(*case, 16))
-    assert torch.equal(whole[0], parted[0])
+    # Interpreted, a row's place in a tile can change the bits of its products.
+    assert device != "cuda" or torch.equal(whole[0], parted[0])
     assert_close(parted, [x.double() for x in whole])
 
 

@@ -101,7 +101,7 @@ def flash_attention(
             page_table=page_table,
             num_splits=num_splits or None,
         )
-        o, lse = parallel.flash_attention(
+        both = parallel.flash_attention(
             q,
             k,
             v,
@@ -113,7 +113,7 @@ def flash_attention(
             deterministic=deterministic,
             backend=backend,
         )
-        return (o, lse) if return_lse else o
+        return both if return_lse else both[0]
     if seqused_k is not None or leftpad_k is not None or page_table is not None:
         if cu_seqlens_k is not None:
             raise ValueError(
