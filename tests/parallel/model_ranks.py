@@ -21,11 +21,11 @@ def example():
     return module
 
 
-def gradients(group, sharded, checkpointed):
+def gradients(group, sharded, checkpointed, sparse):
     """Each parameter's gradient, of a batch whose entries two pairs of processes share where there are four."""
     module = example()
     torch.manual_seed(0)
-    model = module.LanguageModel(LETTERS)
+    model = module.LanguageModel(LETTERS, sparse)
     pieces = torch.randint(LETTERS, (BATCH, TOKENS + 1))
     total = pieces[:, 1:].numel()
     if sharded:

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from tilewise.ops._host import checks
 from tilewise.ops.nsa.api import native_sparse_attention
 from tilewise.ops.nsa.decode import NSACache, nsa_decode_step
 from tilewise.ops.nsa.problem import Sizes, check_sizes
+
+if TYPE_CHECKING:
+    from tilewise.parallel import ContextPlan
+    from tilewise.parallel.windows import Windows
 
 COMPRESSIONS = ("mean", "learned")
 
@@ -176,15 +180,26 @@ class NativeSparseAttention(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, return_indices: bool = False
+        self,
+        x: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        return_indices: bool = False,
+        parallel: "ContextPlan | None" = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x `[B, T, dim]`, or packed `[N, dim]` with offsets cu_seqlens `[B + 1]`, positions counting from each
-        sequence's start.
+        sequence's start. With a tilewise.parallel.ContextPlan x holds this rank's tokens, `[B, T_local, dim]` or
+        `[N_local, dim]`, and offsets and positions are the plan's.
 
         Returns the same shape, and with return_indices also the chosen blocks, as native_sparse_attention gives them.
         """
-        self._check_x(x, cu_seqlens)
-        if cu_seqlens is None:
+        packed = cu_seqlens is not None or (parallel is not None and parallel.packed)
+        self._check_x(x, packed, "the plan is packed" if cu_seqlens is None else "cu_seqlens is given")
+        if parallel is not None:
+            checks.check_none_given("parallel", cu_seqlens=cu_seqlens)
+            parallel.check_local(x, "x", 0 if packed else 1)
+            positions = parallel.position_ids.to(x.device)
+        elif cu_seqlens is None:
             positions = torch.arange(x.shape[1], device=x.device)
         else:
             checks.check_offsets_tensor(cu_seqlens, "cu_seqlens", x.device, x.shape[0])
@@ -193,12 +208,15 @@ class NativeSparseAttention(nn.Module):
         compressed: dict[str, Any] = {}
         if self.compression is not None:
             size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
-            k_cmp, v_cmp = self.compression(*(windows_of(part, size, stride, cu_seqlens) for part in (k, v)))
-            compressed = (
-                {"k_cmp": k_cmp, "v_cmp": v_cmp} if cu_seqlens is None else {"k_cmp": k_cmp[0], "v_cmp": v_cmp[0]}
-            )
+            if parallel is not None:
+                k_cmp, v_cmp = self._compress_parallel(k, v, parallel.windows(size, stride))
+            else:
+                k_cmp, v_cmp = self.compression(*(windows_of(part, size, stride, cu_seqlens) for part in (k, v)))
+                if cu_seqlens is not None:
+                    k_cmp, v_cmp = k_cmp[0], v_cmp[0]
+            compressed = {"k_cmp": k_cmp, "v_cmp": v_cmp}
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_indices": return_indices, "backend": self.backend}
-        result = native_sparse_attention(q, k, v, **gates, **compressed, **self.sizes, **options)
+        result = native_sparse_attention(q, k, v, **gates, **compressed, **self.sizes, **options, parallel=parallel)
         if isinstance(result, tuple):
             o, indices = result
             return self.to_out(o.flatten(-2)), indices
@@ -243,7 +261,7 @@ class NativeSparseAttention(nn.Module):
 
         counts, int `[B]`, says how many of the n are real in each sequence, as in nsa_decode_step.
         """
-        self._check_x(x, None)
+        self._check_x(x)
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache is a {type(cache).__name__}: expected what init_cache returns")
         if cache.compress is not self.compression or any(
@@ -291,10 +309,18 @@ class NativeSparseAttention(nn.Module):
         gates = torch.sigmoid(self.to_gates(x)).unflatten(-1, (3, self.heads)).unbind(-2)
         return q, k, v, dict(zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True))
 
-    def _check_x(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    def _compress_parallel(
+        self, k: torch.Tensor, v: torch.Tensor, windows: "Windows"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all windows, from local tokens: k's and v's travel together."""
+        channels = self.head_dim, self.value_dim
+        of_k, of_v = windows.of(torch.cat((k, v), -1)).split(channels, -1)
+        k_cmp, v_cmp = windows.whole(torch.cat(cast(nn.Module, self.compression)(of_k, of_v), -1)).split(channels, -1)
+        return k_cmp, v_cmp
+
+    def _check_x(self, x: torch.Tensor, packed: bool = False, why: str = "") -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}: expected a torch.Tensor")
-        packed = cu_seqlens is not None
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.dim:
-            expected = f"[N, {self.dim}], packed, since cu_seqlens is given" if packed else f"[B, T, {self.dim}]"
+            expected = f"[N, {self.dim}], packed, since {why}" if packed else f"[B, T, {self.dim}]"
             raise ValueError(f"x has shape {list(x.shape)}: expected {expected}")

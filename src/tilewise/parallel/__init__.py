@@ -2,5 +2,6 @@
 
 from tilewise.parallel.balance import balanced
 from tilewise.parallel.plan import ContextPlan
+from tilewise.parallel.windows import Windows
 
-__all__ = ["ContextPlan", "balanced"]
+__all__ = ["ContextPlan", "Windows", "balanced"]

@@ -45,6 +45,16 @@ class Pair(NamedTuple):
     right: int
 
 
+class Part(NamedTuple):
+    """Queries that one call computes, at most one segment of a sequence: their rows, offsets where packed, and at which
+    position each sequence's first stands, int32 `[B]`.
+    """
+
+    rows: slice | torch.Tensor
+    cu_q: torch.Tensor | None
+    first: torch.Tensor
+
+
 class Call(NamedTuple):
     """Pairs that one call computes: rows of queries, rows of keys, offsets where packed, the window."""
 
@@ -143,6 +153,29 @@ def calls(lists: Sequence[list[Pair]], packed: bool, key_rows: int, device: torc
         cu_k.append(key_rows)
         offsets = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
         yield Call(_as_slice(of_queries, device), slice(0, key_rows), offsets[0], offsets[1], left, right)
+
+
+def queries(segments: Sequence[Segment], sequences: int, packed: bool, device: torch.device) -> Iterator[Part]:
+    """Parts that together are all segments of a batch of so many sequences."""
+    if not packed:
+        for one in segments:
+            first = torch.full((sequences,), one.start, dtype=torch.int32, device=device)
+            yield Part(slice(one.row, one.row + one.stop - one.start), None, first)
+        return
+    lists: list[list[Segment]] = []
+    counts = [0] * sequences
+    for one in segments:
+        if counts[one.sequence] == len(lists):
+            lists.append([])
+        lists[counts[one.sequence]].append(one)
+        counts[one.sequence] += 1
+    for found in lists:
+        of = torch.tensor([one.sequence for one in found])
+        rows, starts, stops = (torch.tensor([one[i] for one in found]) for i in (3, 1, 2))
+        cu = torch.zeros(sequences + 1, dtype=torch.int64).index_add_(0, of + 1, stops - starts).cumsum(0)
+        first = torch.zeros(sequences, dtype=torch.int64).index_copy_(0, of, starts)
+        where = _as_slice(numbers(rows, rows + stops - starts), device)
+        yield Part(where, cu.to(device, torch.int32), first.to(device, torch.int32))
 
 
 def nothing(packed: bool, device: torch.device) -> Call:

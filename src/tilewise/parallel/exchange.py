@@ -167,6 +167,6 @@ class Once(torch.autograd.Function):
     def backward(_ctx: Any, *_gradients: Tensor) -> Any:
         """There is none."""
         raise NotImplementedError(
-            "flash_attention over a ContextPlan has no derivative of its own (double backward): call it with"
+            "attention over a ContextPlan has no derivative of its own (double backward): call it with"
             " backend='reference', which torch can differentiate any number of times"
         )

@@ -97,7 +97,7 @@ def _by_reference(
     keys, values = rows.back(fetched).split((k.shape[-1], v.shape[-1]), -1)
     results, places = [], []
     # A rank without tokens makes a call of none, so that it takes part in the others' backward.
-    for call in _calls(plan, options, rows.count(keys), q.device) or [nothing(plan.packed, q.device)]:
+    for call in calls_of(plan, options.window, rows.count(keys), q.device) or [nothing(plan.packed, q.device)]:
         results.append(
             flash_attention(
                 rows.take(q, call.rows),
@@ -120,12 +120,19 @@ def _by_reference(
 
 
 @planning
-def _calls(plan: ContextPlan, options: Options, key_rows: int, device: torch.device) -> list[Call]:
-    key = "gathered", options.window, device
-    if key not in plan.calls:
-        lists = gathered(plan.segments(plan.rank), plan.needs(options.window), options.window)
-        plan.calls[key] = list(calls(lists, plan.packed, key_rows, device))
-    return plan.calls[key]
+def calls_of(
+    plan: ContextPlan,
+    window: tuple[int, int],
+    key_rows: int,
+    device: torch.device,
+    fetched: tuple[int, int] | None = None,
+) -> list[Call]:
+    """This rank's, over the keys that were `fetched` by a window, this one where there is no other."""
+    key = "gathered", window, device, fetched
+    if key not in plan.kept:
+        lists = gathered(plan.segments(plan.rank), plan.needs(fetched or window), window)
+        plan.kept[key] = list(calls(lists, plan.packed, key_rows, device))
+    return plan.kept[key]
 
 
 class Heads(NamedTuple):
@@ -174,6 +181,29 @@ class Fetching:
             here.clear()
 
 
+class Homing:
+    """Gradients of K and V of some heads after others, on their way to their own ranks, where they fill dk and dv."""
+
+    def __init__(self, plan: ContextPlan, window: tuple[int, int], dk: Tensor, dv: Tensor) -> None:
+        self._exchange, self._rows = plan.exchange(window, dk.device), Rows(plan.packed)
+        self._to = dk, dv
+        self._going: tuple[Heads, list[Pending]] | None = None
+
+    def send(self, heads: Heads, gradients: list[Tensor]) -> None:
+        """Once those that were sent before have arrived; empties the list."""
+        self.arrive()
+        self._going = heads, [self._exchange.bring_home(self._rows.first(x)) for x in gradients]
+        gradients.clear()
+
+    def arrive(self) -> None:
+        """Wait for what was sent last."""
+        if self._going is not None:
+            heads, pending = self._going
+            for x, part in zip(self._to, pending, strict=True):
+                x[..., heads.keys, :] = self._rows.back(part.wait())
+            self._going = None
+
+
 class Gathered(torch.autograd.Function):
     """Keys and values that are seen come here, some heads at a time; their gradients go home."""
 
@@ -189,7 +219,7 @@ class Gathered(torch.autograd.Function):
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
         for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
             some_sinks = None if sinks is None else sinks[heads.queries]
-            for call in _calls(plan, options, rows.count(here[0]), q.device):
+            for call in calls_of(plan, options.window, rows.count(here[0]), q.device):
                 o_part, lse_part = parts.attend(call, rows, options, q[..., heads.queries, :], here, some_sinks)
                 rows.put(o[..., heads.queries, :], call.rows, o_part)
                 rows.put_lse(lse[..., heads.queries, :], call.rows, lse_part)
@@ -216,26 +246,17 @@ class Gathered(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The backward."""
         do = torch.zeros_like(o) if do is None else do
-        rows, exchange = Rows(plan.packed), plan.exchange(options.window, q.device)
+        rows = Rows(plan.packed)
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         # Parts of many calls are summed up.
         wide_sinks = None if sinks is None else sinks.float()
         dsinks = None if wide_sinks is None else torch.zeros_like(wide_sinks)
-        going: tuple[Heads, list[Pending]] | None = None
-
-        def arrive() -> None:
-            if going is not None:
-                for x, part in zip((dk, dv), going[1], strict=True):
-                    x[..., going[0].keys, :] = rows.back(part.wait())
-
+        homing = Homing(plan, options.window, dk, dv)
         for heads, here in Fetching(plan, options.window, k, v, heads_at_a_time(plan, q, k, v)):
             some = [None if x is None else x[..., heads.queries, :] for x in (dq, do, q, o, dlse, lse)]
             some_sinks = [None if x is None else x[heads.queries] for x in (wide_sinks, dsinks)]
-            calls_here = _calls(plan, options, rows.count(here[0]), q.device)
-            found = parts.differentiate(calls_here, rows, options, some, here, some_sinks)
-            arrive()
-            going = heads, [exchange.bring_home(rows.first(gradient)) for gradient in found]
-            found.clear()
-        arrive()
+            calls_here = calls_of(plan, options.window, rows.count(here[0]), q.device)
+            homing.send(heads, parts.differentiate(calls_here, rows, options, some, here, some_sinks))
+        homing.arrive()
         return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)

@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.ops._host.register import uncompiled
 from tilewise.ops.flash.api import flash_attention
+from tilewise.ops.nsa.api import GATES, native_sparse_attention
+from tilewise.ops.nsa.problem import Sizes, check_compression
+from tilewise.parallel import flash, nsa
 from tilewise.parallel.assignment import (
     Balance,
     assign,
@@ -21,9 +24,9 @@ from tilewise.parallel.assignment import (
     planning,
     sums,
 )
-from tilewise.parallel.calls import Call, Range, Segment
+from tilewise.parallel.calls import Range, Segment
 from tilewise.parallel.exchange import Exchange, Fetch, explained
-from tilewise.parallel.flash import attend
+from tilewise.parallel.windows import Windows
 
 Tensor = torch.Tensor
 Method = Literal["all_gather", "ring"]
@@ -91,8 +94,8 @@ class ContextPlan:
         self._rows: dict[torch.device, Tensor] = {}
         self._segments: dict[int, list[Segment]] = {}
         self._agreed: set[str] = set()
-        # The calls of attention that make up this rank's part, by what they depend on.
-        self.calls: dict[tuple[Any, ...], list[Call]] = {}
+        # What calls of attention have worked out from this plan, by what it depends on.
+        self.kept: dict[tuple[Any, ...], Any] = {}
 
     def __repr__(self) -> str:
         return f"ContextPlan(rank {self.rank} of {self.world}, {self.local_tokens} tokens here: {self._described})"
@@ -121,7 +124,37 @@ class ContextPlan:
             cu = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
             o, lse = flash_attention(q, k, v, **options, cu_seqlens_q=cu, return_lse=True)
             return o, lse
-        return attend(self, q, k, v, **options)
+        return flash.attend(self, q, k, v, **options)
+
+    def native_sparse_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: nsa.Gates,
+        k_cmp: Tensor | None,
+        v_cmp: Tensor | None,
+        sizes: Sizes,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and chosen blocks of native_sparse_attention's `parallel=`: local tensors, over whole sequences."""
+        if self.world == 1:
+            cu = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
+            named = dict(zip(GATES, gates, strict=True)) | sizes._asdict() | options
+            result = native_sparse_attention(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, cu_seqlens=cu, **named)
+            return result if isinstance(result, tuple) else (result, None)
+        return nsa.attend(self, q, k, v, gates=gates, k_cmp=k_cmp, v_cmp=v_cmp, sizes=sizes, **options)
+
+    def windows(self, size: int, stride: int) -> Windows:
+        """The windows of native sparse attention's compression, where a module makes their keys and values: each rank
+        makes those that begin with a token of its own.
+        """
+        check_compression(size, stride)
+        key = "windows", size, stride
+        if key not in self.kept:
+            self.kept[key] = Windows(self, self._runs, self._bounds, size, stride)
+        return self.kept[key]
 
     def check_local(self, x: Tensor, name: str, dim: int) -> None:
         """That x holds this rank's tokens."""

@@ -49,10 +49,10 @@ class Passing:
 @planning
 def _calls(plan: ContextPlan, options: Options, source: int, device: torch.device) -> list[Call]:
     key = "ring", options.window, source, device
-    if key not in plan.calls:
+    if key not in plan.kept:
         lists = met(plan.segments(plan.rank), plan.segments(source), options.window)
-        plan.calls[key] = list(calls(lists, plan.packed, plan.counts[source], device))
-    return plan.calls[key]
+        plan.kept[key] = list(calls(lists, plan.packed, plan.counts[source], device))
+    return plan.kept[key]
 
 
 def _sized(plan: ContextPlan, like: list[Tensor], rank: int, axis: int) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """`native_sparse_attention`: checks, autograd, choice of backend. Its steps on their own come from `steps`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,6 +9,9 @@ from tilewise.ops._host.register import autocasting, register
 from tilewise.ops.nsa import branches, problem, reference
 from tilewise.ops.nsa.problem import Sizes, contiguous, scale_of, window_count
 from tilewise.ops.nsa.steps import compressed_attention, select_blocks, selected_attention
+
+if TYPE_CHECKING:
+    from tilewise.parallel import ContextPlan
 
 __all__ = ["compressed_attention", "native_sparse_attention", "select_blocks", "selected_attention"]
 
@@ -38,6 +41,7 @@ def native_sparse_attention(
     block_indices: torch.Tensor | None = None,
     return_indices: bool = False,
     backend: str | None = None,
+    parallel: "ContextPlan | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Native sparse attention (arXiv 2502.11089), causal: `g_cmp · o_cmp + g_slc · o_slc + g_swa · o_swa`.
 
@@ -71,6 +75,10 @@ def native_sparse_attention(
         return_indices: also return the selected blocks, which needs g_slc.
         backend: `triton`, `cpu` or `reference`; by default TILEWISE_BACKEND, else by the tensors' device. Runs or
             raises, never falls back.
+        parallel: a `tilewise.parallel.ContextPlan`: q, k, v, gates and block_indices are this rank's tokens of
+            sequences that several processes share, `[B, T_local, H, ·]` or packed `[N_local, H, ·]`, and so are the
+            results; blocks are numbered from the whole sequence's start. Offsets are the plan's. k_cmp and v_cmp are
+            those of all windows, on every rank, and their gradients are this rank's part; `plan.windows` makes them.
 
     Returns:
         The output `[B, T, Hq, Dv]` (or `[N, Hq, Dv]`) in q's dtype. With return_indices also the blocks, int32
@@ -80,11 +88,30 @@ def native_sparse_attention(
     Values in offsets and indices are checked on CPU tensors always, on CUDA tensors with TILEWISE_CHECK=1 (it costs a
     synchronisation).
     """
-    given = q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, block_indices, cu_seqlens
-    sizes = compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks
-    options = *sizes, window_size, scale, return_indices, backend
-    made = nsa_forward.call(given, options, _prepare)
-    o, chosen, *_ = _by_reference(*given, *options) if made is None else made
+    sizes = Sizes(compress_size, compress_stride, block_size, block_count, init_blocks, local_blocks)
+    o: torch.Tensor
+    chosen: torch.Tensor | None
+    if parallel is not None:
+        checks.check_none_given("parallel", cu_seqlens=cu_seqlens)
+        o, chosen = parallel.native_sparse_attention(
+            q,
+            k,
+            v,
+            gates=(g_cmp, g_slc, g_swa),
+            k_cmp=k_cmp,
+            v_cmp=v_cmp,
+            sizes=sizes,
+            window_size=window_size,
+            scale=scale,
+            block_indices=block_indices,
+            return_indices=return_indices,
+            backend=backend,
+        )
+    else:
+        given = q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, block_indices, cu_seqlens
+        options = *sizes, window_size, scale, return_indices, backend
+        made = nsa_forward.call(given, options, _prepare)
+        o, chosen, *_ = _by_reference(*given, *options) if made is None else made
     if block_indices is not None and return_indices:
         chosen = block_indices.to(torch.int32)
     return (o, chosen) if return_indices and chosen is not None else o
@@ -105,28 +132,51 @@ def _prepare(
 ) -> tuple[Any, ...] | None:
     """The arguments of `nsa_forward`, checked; None where the reference is to compute."""
     *numbers, window_size, scale, return_indices, backend = options
-    sizes = Sizes(*numbers)
+    sizes, gates = Sizes(*numbers), (g_cmp, g_slc, g_swa)
+    scale, backend = check(
+        q, k, v, gates, k_cmp, v_cmp, block_indices, cu, sizes, window_size, scale, return_indices, backend
+    )
+    if k_cmp is not None:
+        problem.check_windows(q, k_cmp, cu, sizes.compress_size, sizes.compress_stride)
+    if backend == "reference":
+        return None
+    indices, cu = contiguous(block_indices), contiguous(cu)
+    return q, k, v, *gates, k_cmp, v_cmp, indices, cu, *sizes, window_size, scale, backend
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    cu: torch.Tensor | None,
+    sizes: Sizes,
+    window_size: int,
+    scale: float | None,
+    return_indices: bool,
+    backend: str | None,
+) -> tuple[float, str]:
+    """All that can be said without a look at values, but for the number of windows; the scale and backend to use."""
     problem.check_sizes(sizes)
     checks.check_whole(window_size, "window_size", 1)
     tensors = {"q": q, "k": k, "v": v}
     backend = problem.check_tensors(tensors, cu, backend, sizes.block_size)
     problem.check_lengths(tensors)
-    _check_gates(q, g_cmp, g_slc, g_swa, cu is not None)
-    if return_indices and g_slc is None:
+    _check_gates(q, *gates, cu is not None)
+    if return_indices and gates[1] is None:
         raise ValueError(
             "return_indices is True and g_slc is None: no blocks are selected; give g_slc, or leave return_indices out"
         )
-    _check_learned(q, k, v, k_cmp, v_cmp, cu, sizes)
+    _check_learned(q, k, v, k_cmp, v_cmp, cu is not None)
     if block_indices is not None:
         axes = "[B, T, Hk, block_count]" if cu is None else "[N, Hk, block_count]"
         checks.check_indices_tensor(
             block_indices, "block_indices", q.device, (*q.shape[:-2], k.shape[-2], sizes.block_count), axes
         )
-    scale = scale_of(q, scale)
-    if backend == "reference":
-        return None
-    indices, cu = contiguous(block_indices), contiguous(cu)
-    return q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, indices, cu, *sizes, window_size, scale, backend
+    return scale_of(q, scale), backend
 
 
 def _by_reference(
@@ -174,18 +224,14 @@ def _check_learned(
     v: torch.Tensor,
     k_cmp: torch.Tensor | None,
     v_cmp: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    sizes: Sizes,
+    packed: bool,
 ) -> None:
-    """Compressed keys and values that a module made: both or neither, of k's and v's heads and channels, one for each
-    window.
-    """
+    """Compressed keys and values that a module made: both or neither, of k's and v's heads and channels."""
     if k_cmp is None and v_cmp is None:
         return
     if k_cmp is None or v_cmp is None:
         given, missing = ("v_cmp", "k_cmp") if k_cmp is None else ("k_cmp", "v_cmp")
         raise ValueError(f"{given} is given without {missing}: give both, or neither for the windows' means")
-    packed = cu_seqlens is not None
     tensors = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}
     checks.check_fit(tensors, checks.check_attention_tensors(tensors, packed, offsets="cu_seqlens"), packed)
     if k_cmp.shape[-2] != k.shape[-2] or v_cmp.shape[-1] != v.shape[-1]:
@@ -193,7 +239,6 @@ def _check_learned(
             "k_cmp and v_cmp must have k's heads, and v_cmp v's channels "
             f"(got shapes {checks.shapes_of({'k': k, 'v': v, 'k_cmp': k_cmp, 'v_cmp': v_cmp})})"
         )
-    problem.check_windows(q, k_cmp, cu_seqlens, sizes.compress_size, sizes.compress_stride)
 
 
 def _check_values(
