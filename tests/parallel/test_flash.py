@@ -87,7 +87,8 @@ def test_many_calls_sum_up_the_gradient_of_sinks():
         assert error <= 2 * allowed
 
 
-@pytest.mark.parametrize("method", ["all_gather", slow("ring")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_inside_torch_compile_a_plan_is_run_as_it_stands(method):
     for eager, first, second, graphs in processes().run(flash_ranks.compiled, 2, method):
         assert all(map(torch.equal, eager, first))
