@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise import native_sparse_attention
-from tilewise.nn.native_sparse_attention import windows_of
+from tilewise.nn.native_sparse_attention import NativeSparseAttention, windows_of
 from tilewise.ops.nsa.problem import window_count
 from tilewise.parallel import ContextPlan, flash
 
@@ -138,3 +138,24 @@ def refused(group):
     except NotImplementedError as error:
         messages.append(str(error))
     return messages
+
+
+def compiled(group):
+    """A layer's output and gradients in eager torch and inside torch.compile, and how many graphs that made by two
+    plans, one after the other.
+    """
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(32, 4, 2, **SIZES, compression="learned")
+    x, graphs, found = torch.randn(2, 97, 32), [], []
+
+    def counting(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for way in (layer, torch.compile(layer, backend=counting), torch.compile(layer, backend=counting)):
+        plan = ContextPlan(group, seq_len=97)
+        o = way(plan.shard(x, 1), parallel=plan)
+        found.append([o.detach(), *torch.autograd.grad(o.sin().sum(), list(layer.parameters()))])
+    torch._dynamo.reset()
+    return *found, len(graphs)

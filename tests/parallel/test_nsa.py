@@ -91,6 +91,15 @@ def test_windows_of_a_learned_compression(offsets, balance):
     processes().run(nsa_ranks.windows, 3, offsets, balance, 3, 3)
 
 
+@pytest.mark.slow
+def test_inside_torch_compile_a_plan_is_run_as_it_stands():
+    for eager, first, second, graphs in processes().run(nsa_ranks.compiled, 2):
+        for found in (first, second):
+            for x, y in zip(found, eager, strict=True):
+                torch.testing.assert_close(x, y)
+        assert graphs <= 6
+
+
 def test_bad_input():
     for messages in processes().run(nsa_ranks.refused, 2):
         assert messages == [

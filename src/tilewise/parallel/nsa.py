@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.ops._host import checks
+from tilewise.ops._host.register import uncompiled
 from tilewise.ops.nsa import api, reference
 from tilewise.ops.nsa.problem import Sizes, window_count
 from tilewise.parallel.exchange import Fetch
@@ -26,6 +27,7 @@ Tensor = torch.Tensor
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+@uncompiled
 def attend(
     plan: ContextPlan,
     q: Tensor,

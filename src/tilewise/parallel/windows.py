@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.ops._host.register import uncompiled
 from tilewise.parallel.assignment import Ranges, Runs, assign, everything, numbers, planning, sums
 from tilewise.parallel.exchange import Exchange, Fetch
 from tilewise.parallel.rows import Rows
@@ -66,6 +67,7 @@ class Windows:
             )
         return self._exchanges[device]
 
+    @uncompiled
     def of(self, x: Tensor) -> Tensor:
         """This rank's windows of local x: `[B, T_local, ...]` -> `[B, C_local, size, ...]`; packed `[N_local, ...]` ->
         `[C_local, size, ...]`.
@@ -77,6 +79,7 @@ class Windows:
         fetched = self._rows.back(Fetch.apply(self._rows.first(x), tokens))
         return fetched.index_select(axis, rows.flatten()).unflatten(axis, rows.shape)
 
+    @uncompiled
     def whole(self, x: Tensor) -> Tensor:
         """All windows on every rank, sequence after sequence, from what each has made of its own."""
         axis = self._rows.axis
