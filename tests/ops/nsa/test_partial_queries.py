@@ -259,6 +259,24 @@ def test_both_loop_orders_of_selected_attention(packed, order, device):
 
 
 @pytest.mark.gpu
+def test_nothing_behind_the_last_query_is_reached_through_descriptors(device):
+    """Dense 16-bit keys come in tiles that reach behind what is seen."""
+    kernels = KERNELS["triton"]
+    q, k = (x.to(device, torch.bfloat16) for x in random((1, 16, 2, 16), (1, 300, 1, 16)))
+    k[:, 100:] = torch.nan
+    first = torch.tensor([390], dtype=torch.int32, device=device)
+    o, lse = kernels.compressed_forward(q, k, k, None, None, 8, 4, 0.25, first)
+    results = [o, lse, *kernels.compressed_backward(q, k, k, o, lse, q, None, None, None, 8, 4, 0.25, first)]
+    # Blocks 5 and 6 reach to key 111.
+    named = torch.tensor([0, 5, 6], dtype=torch.int32, device=device).expand(1, 16, 1, 3).contiguous()
+    for order in ("lists", "union"):
+        called = make_inputs(q, k, k, named, None, 16, 0.25, first=torch.full_like(first, 84))
+        o, lse = selected.forward(called, order)
+        results += [o, lse, *selected.backward(called, o, lse, q, None, order)[:3]]
+    assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [-(2**31), -3, 100, 2**31 - 1])
 def test_unchecked_positions_never_lead_out_of_bounds(wrong, device):
     """And offsets of keys that decrease. Memory around what kernels read holds huge numbers, so that a read out of

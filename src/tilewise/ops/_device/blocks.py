@@ -132,7 +132,7 @@ class Segment(NamedTuple):
     start_q: Any
     start_k: Any
     start: Any
-    """The sequence's first key of all."""
+    """The sequence's first key of all: its first token, where queries are whole (as they are with a sel_scale)."""
     n_tokens: Any
     """Its queries, and its keys up to the last query."""
     n_seen: Any
@@ -302,17 +302,16 @@ def locate_segment(segments, i_segment, n_slots, cu, n_batch, n_tokens, n_keys, 
     i_b, i_block, start, n_seen = locate_key_slot(i_list % n_slots, cu, n_batch, n_tokens, n_keys, SHAPE.BLOCK_SIZE)
     offset = (first_tile - first_slot(i_b, cu.q, n_tokens, SHAPE.TOKENS)) * SHAPE.TOKENS
     i_first = first_position(cu.first, i_b)
-    start_q, n_mine = 0, n_seen
+    start_q, start_k, n_mine = 0, 0, n_seen
     if cu.q is not None:
-        start_q = start
+        start_q, start_k = start, start
     if n_keys is not None:
         n_mine = n_tokens
         if cu.q is not None:
             start_q, n_mine = sequence_bounds(cu.q, i_b, n_tokens)
         n_seen = tl.minimum(n_seen, i_first + n_mine)
-    start_k = 0
     if cu.q is not None:
-        i_b, start_k = 0, start
+        i_b = 0
     first, n_entries, i_extra = tl.load(p_segment), tl.load(p_segment + 1), tl.load(p_segment + 3)
     i_h = i_list // n_slots
     i_key = i_block * SHAPE.BLOCK_SIZE

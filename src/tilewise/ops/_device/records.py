@@ -147,7 +147,7 @@ class Taps(NamedTuple):
 
 class Tile(NamedTuple):
     """Constants of a kernel over tiles of queries and keys: channels, also padded to tiles; rows of tiles; positions
-    from key to key (None: as queries); 1 for tiles through TMA, 2 where packed; the precision of products.
+    from key to key (None: as queries); for tiles through TMA see `rows.load_rows`; the precision of products.
     """
 
     D: Any

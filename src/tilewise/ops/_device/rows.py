@@ -44,8 +44,8 @@ def load_rows(
 ):
     """Rows `i_row .. i_row + BLOCK` as [BLOCK, BLOCK_D]; what lies past the last row or past D is 0.
 
-    INSIDE promises that no row lies past the last. TMA is 1 for dense batches: the descriptor zeroes what lies past T
-    by itself; and 2 for packed ones, where the next sequence's rows lie there.
+    INSIDE promises that no row lies past the last. TMA is 1 where the last row is the tensor's last: the descriptor
+    zeroes what lies behind by itself; and 2 where other rows lie there.
     """
     if TMA:
         b_x = rows.x.load([rows.i_b, rows.i_h, rows.start + i_row, 0]).reshape([BLOCK, BLOCK_D])

@@ -82,7 +82,8 @@ def _arguments(inputs: Inputs, config: Config, do: torch.Tensor | None = None) -
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             KEY_STRIDE=inputs.key_stride,
-            TMA=config.tma,
+            # Where queries are a part of their sequence, there are keys behind the last that is seen.
+            TMA=2 if config.tma and inputs.first is not None else config.tma,
             PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
         ),
         "num_warps": config.num_warps,

@@ -134,7 +134,7 @@ def _in_unions(inputs: Inputs, unions: Unions, config: configs.Config) -> dict[s
         BLOCK_M=config.block_m,
         BLOCK_N=inputs.block_n,
         SLOTS_P=named.slots_p,
-        # What lies past the last key is not zeroed by the descriptor where queries are a part of their sequence.
+        # Where queries are a part of their sequence, there are keys behind the last that is seen.
         TMA=2 if tma and named.n_keys is not None else tma,
         PRECISION=_precision(inputs, config),
     )
