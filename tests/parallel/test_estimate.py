@@ -57,6 +57,21 @@ def test_what_is_counted_is_what_processes_do(monkeypatch, name, world):
         assert 0.95 < ratios.min() <= ratios.max() < 1.2, ratios
 
 
+@pytest.mark.parametrize("fetched", [1, 1 << 28], ids=["one by one", "at once"])
+def test_sparse_attention_is_what_processes_do(monkeypatch, fetched):
+    """Memory within 20 %: the CPU's kernels hold something too."""
+    world, bounds = 2, torch.tensor([0, 2011])
+    monkeypatch.setattr(flash, "FETCHED_BYTES", fetched)
+    found = processes().run(traffic_ranks.measured_sparse, world, 2011, LAYER, fetched)
+    estimate = sparse_estimate(bounds, assign(bounds, world, "head_tail"), world, LAYER, 450e9)
+    for i, counted in enumerate(estimate[1:]):
+        sent, received, memory = zip(*(of_rank[i] for of_rank in found), strict=True)
+        ratios = counted.memory / torch.tensor(memory)
+        assert 0.8 < ratios.min() <= ratios.max() < 1.2, ratios
+        assert counted.sent.tolist() == list(sent)
+        assert counted.received.tolist() == list(received)
+
+
 def test_flops():
     """As the benchmarks count them: 4 · D for each pair, 2.5 times as many in the backward."""
     pairs = torch.tensor([10, 0])

@@ -8,7 +8,7 @@ from parallel.flash_ranks import counting, idle_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilewise import flash_attention
+from tilewise import flash_attention, native_sparse_attention
 from tilewise.parallel import ContextPlan, flash
 
 
@@ -47,27 +47,50 @@ def measured(group, cu_seqlens, balance, method, layer, fetched_bytes):
     """(sent, received, peak) of a forward, then of a backward, of kernels that hold nothing but their results."""
     where = {"seq_len": int(cu_seqlens[-1])} if len(cu_seqlens) == 2 else {"cu_seqlens": cu_seqlens}
     plan = ContextPlan(group, **where, balance=balance, method=method)
+
+    def attend(q, k, v):
+        return flash_attention(q, k, v, causal=True, return_lse=True, parallel=plan, backend="cpu")
+
+    with idle_kernels(torch.empty):
+        return least(plan, attend, layer, 0, fetched_bytes)
+
+
+def measured_sparse(group, tokens, layer, fetched_bytes):
+    """The same of native sparse attention, with what its kernels hold."""
+    plan = ContextPlan(group, seq_len=tokens)
+
+    def attend(q, k, v, *gates):
+        named = dict(zip(("g_cmp", "g_slc", "g_swa"), gates, strict=True))
+        return (native_sparse_attention(q, k, v, **named, parallel=plan, backend="cpu"),)
+
+    return least(plan, attend, layer, 3, fetched_bytes)
+
+
+def least(plan, attend, layer, gates, fetched_bytes):
+    """Of several calls, for gloo's threads may let go of what was sent a little later; the first, which also compares
+    what ranks are about to do, does not count.
+    """
     lead = (plan.local_tokens,) if plan.packed else (1, plan.local_tokens)
     shapes = [(layer.heads, layer.dim), (layer.kv_heads, layer.dim), (layer.kv_heads, layer.value_dim)]
-    q, k, v = (torch.zeros(*lead, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    shapes += [(layer.heads,)] * gates
+    leaves = [torch.zeros(*lead, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     do = torch.zeros(*lead, layer.heads, layer.value_dim, dtype=torch.bfloat16)
-    # The first call also compares what ranks are about to do. Of the others the least: gloo's threads may let go of
-    # what was sent a little later.
-    with idle_kernels(torch.empty), mock.patch.object(flash, "FETCHED_BYTES", fetched_bytes):
-        found = [once(plan, (q, k, v), do) for _ in range(4)][1:]
+    with mock.patch.object(flash, "FETCHED_BYTES", fetched_bytes):
+        found = [once(plan, attend, leaves, do) for _ in range(4)][1:]
     return [min(directions) for directions in zip(*found, strict=True)]
 
 
-def once(plan, leaves, do):
+def once(plan, attend, leaves, do):
     """Of one forward and one backward."""
     inputs = sum(x.nbytes for x in leaves)
     found = []
     with counting(plan) as (sent, came):
         with Peak() as peak:
-            o, lse = flash_attention(*leaves, causal=True, return_lse=True, parallel=plan, backend="cpu")
+            o, *_rest = attend(*leaves)
         found.append((sum(sent), sum(came), inputs + peak.most))
+        kept = inputs + peak.now + do.nbytes
         del sent[:], came[:]
         with Peak() as peak:
             torch.autograd.grad(o, leaves, do)
-        found.append((sum(sent), sum(came), inputs + o.nbytes + lse.nbytes + do.nbytes + peak.most))
+        found.append((sum(sent), sum(came), kept + peak.most))
     return found
