@@ -102,7 +102,9 @@ def verify(
     ] = 0,
     parallel: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="Run the cases over N processes, by a ContextPlan, on the CPU (flash)."),
+        typer.Option(
+            min=2, metavar="N", help="Run the cases over N processes, by a ContextPlan, on the CPU: flash, nsa."
+        ),
     ] = None,
     leave_out: Annotated[
         bool,

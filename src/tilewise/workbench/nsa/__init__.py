@@ -19,6 +19,7 @@ NSA = Operator(
         "tilewise.workbench.nsa.inspect:audit_combine",
         "tilewise.workbench.nsa.decode.inspect:audit_steps",
     ),
+    over_ranks="tilewise.workbench.nsa.ranks:OVER_RANKS",
 )
 COMPRESSED = Operator(
     name="nsa-compressed",

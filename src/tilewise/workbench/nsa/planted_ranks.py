@@ -1,0 +1,125 @@
+"""Bugs planted in native sparse attention over ranks: in where queries stand, in which keys and windows are there, and
+in what gradients add up to.
+"""
+
+from tilewise.verify.suite import Mutant
+
+_ASSIGNMENT, _EXCHANGE, _CALLS, _BRANCHES = (
+    f"parallel.{name}" for name in ("assignment", "exchange", "calls", "nsa_branches")
+)
+
+MUTANTS = (
+    Mutant(
+        "own-position",
+        "a rank's queries stand where its own tokens do",
+        _CALLS,
+        "torch.full((sequences,), one.start,",
+        "torch.full((sequences,), one.row,",
+    ),
+    Mutant(
+        "own-position-packed",
+        "so they do where packed",
+        _CALLS,
+        "index_copy_(0, of, starts)",
+        "index_copy_(0, of, rows)",
+    ),
+    Mutant(
+        "local-blocks",
+        "given blocks are held against the rank's own numbers of blocks",
+        _BRANCHES,
+        "own = plan.position_ids.to(q.device)[:, None, None]",
+        "own = torch.arange(plan.local_tokens)[:, None, None]",
+    ),
+    Mutant(
+        "windows-of-fetched",
+        "learned windows are counted in the keys that were fetched",
+        _BRANCHES,
+        "whole_offsets(plan, q.device) if self.learned else self.keys.cu",
+        "self.keys.cu",
+    ),
+    Mutant(
+        "keys-of-one-part",
+        "sequences are as long as the rank's own tokens of them",
+        _BRANCHES,
+        "lengths[one.sequence] = one.stop",
+        "lengths[one.sequence] = plan.local_cu_seqlens.diff()[one.sequence]",
+    ),
+    Mutant(
+        "window-elsewhere",
+        "the sliding window's keys are looked for where they would be without the others",
+        _BRANCHES,
+        "calls_of(self.plan, window, self.rows.count(here[0]), here[0].device, self.reach)",
+        "calls_of(self.plan, window, self.rows.count(here[0]), here[0].device)",
+    ),
+    Mutant(
+        "halo-short",
+        "of the keys before a rank's chunk one too few is fetched",
+        _ASSIGNMENT,
+        "runs.starts - min(left, tokens)",
+        "runs.starts - min(left, tokens) + 1",
+    ),
+    Mutant(
+        "windows-of-own-keys",
+        "windows that straddle ranks are compressed from the rank's own keys",
+        _BRANCHES,
+        "made = self._means(here[0])",
+        "own = torch.isin(torch.arange(here[0].shape[-3]), self.plan.position_ids)[:, None, None]\n"
+        "        made = self._means(here[0] * own)",
+    ),
+    Mutant(
+        "learned-twice",
+        "the gradients of k_cmp and v_cmp are added twice",
+        _BRANCHES,
+        "total[..., heads.keys, :] = part",
+        "total[..., heads.keys, :] = 2 * part",
+    ),
+    Mutant(
+        "learned-by-rank",
+        "the gradients of k_cmp and v_cmp are the whole on every rank",
+        _BRANCHES,
+        "[x.to(k_cmp.dtype) for x in dwindows]",
+        "[(call.plan.world * x).to(k_cmp.dtype) for x in dwindows]",
+    ),
+    Mutant(
+        "means-lost",
+        "gradients of windows' means do not reach keys and values",
+        _BRANCHES,
+        "total += call.means_backward(part, total.shape[-3])",
+        "call.means_backward(part, total.shape[-3])",
+    ),
+    Mutant(
+        "last-part-alone",
+        "of a rank's chunks the last alone gives gradients to keys",
+        _BRANCHES,
+        "for total, x in zip(totals, found, strict=True): total += x",
+        "for total, x in zip(totals, found, strict=True):\n            total.copy_(x)",
+    ),
+    Mutant(
+        "dq-of-one-branch",
+        "a branch's dq takes the place of the others'",
+        _BRANCHES,
+        "call.rows.put(dq, part.rows, call.rows.take(dq, part.rows) + dq_part)",
+        "call.rows.put(dq, part.rows, dq_part.to(dq.dtype))",
+    ),
+    Mutant(
+        "keys-in-rank-order",
+        "gathered keys stay in the order of ranks",
+        _EXCHANGE,
+        "received.index_select(0, self._place)",
+        "received[: len(self._place)]",
+    ),
+    Mutant(
+        "reduced-twice",
+        "gradients of keys and values are added twice",
+        _EXCHANGE,
+        "total.index_add_(0, rows, part.to(wide))",
+        "total.index_add_(0, rows, part.to(wide), alpha=2)",
+    ),
+    Mutant(
+        "not-reduced",
+        "the last rank's gradients of keys and values replace the others'",
+        _EXCHANGE,
+        "total.index_add_(0, rows, part.to(wide))",
+        "total.index_copy_(0, rows, part.to(wide))",
+    ),
+)
