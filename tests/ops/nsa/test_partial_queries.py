@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from battery import first_quick, some_quick
 from compiling import compiled
 from nsa_inputs import assert_close, cumulative, random, windows
 
@@ -126,7 +127,7 @@ def by_operator(forward, part, q, k, v, do, dlse, *arguments, place):
 
 
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)], ids=["no-groups", "groups"])
+GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), some_quick([(6, 2), (2, 2)], 2), ids=["groups", "no-groups"])
 
 
 @pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -181,7 +182,9 @@ def test_compressed_attention_to_means(place):
 
 @LAYOUTS
 @pytest.mark.parametrize(
-    "sizes", [Sizes(SIZE, STRIDE, 8, 3, 1, 1), Sizes(SIZE, STRIDE, 12, 2, 1, 1), Sizes(12, STRIDE, 4, 4, 1, 2)], ids=str
+    "sizes",
+    first_quick([Sizes(SIZE, STRIDE, 12, 2, 1, 1), Sizes(SIZE, STRIDE, 8, 3, 1, 1), Sizes(12, STRIDE, 4, 4, 1, 2)]),
+    ids=["blocks-of-3-strides", "blocks-of-windows", "blocks-of-a-stride"],
 )
 def test_the_choice(packed, sizes, place):
     x, _, _ = tensors(packed, 4, 2)
@@ -217,7 +220,7 @@ def named_blocks(x, packed, block):
 
 @LAYOUTS
 @GROUPS
-@pytest.mark.parametrize("block", [8, 12])
+@pytest.mark.parametrize("block", first_quick([12, 8]))
 def test_selected_attention(packed, heads, kv_heads, block, place):
     x, do, dlse = tensors(packed, heads, kv_heads)
     indices = named_blocks(x, packed, block)
@@ -235,7 +238,7 @@ def test_selected_attention(packed, heads, kv_heads, block, place):
 
 
 @pytest.mark.gpu
-@LAYOUTS
+@pytest.mark.parametrize("packed", first_quick([True, False]), ids=["packed", "dense"])
 @pytest.mark.parametrize("order", ["lists", "union"])
 def test_both_loop_orders_of_selected_attention(packed, order, device):
     x, do, dlse = tensors(packed, 4, 2)
@@ -277,7 +280,7 @@ def test_nothing_behind_the_last_query_is_reached_through_descriptors(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [-(2**31), -3, 100, 2**31 - 1])
+@pytest.mark.parametrize("wrong", first_quick([2**31 - 1, -(2**31), -3, 100]))
 def test_unchecked_positions_never_lead_out_of_bounds(wrong, device):
     """And offsets of keys that decrease. Memory around what kernels read holds huge numbers, so that a read out of
     bounds shows; results may be anything else.
