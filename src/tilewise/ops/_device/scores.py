@@ -211,8 +211,8 @@ def add_sink(m, l, b_sink):
     """A sink, or one for each row, added to the final sums: the maximum, the sum, and the factor of what was summed
     before.
 
-    The maximum is natural from here on, so that a row that sees no key has the sink itself as its LSE, and
-    no finite sink overflows.
+    The maximum is natural from here on, so that a row that sees no key has the sink itself as its LSE, and no finite
+    sink overflows.
     """
     b_sink = b_sink.to(tl.float32)
     m = m * 0.6931471805599453
