@@ -116,8 +116,9 @@ def test_what_goes_wrong_on_a_rank_fails_the_case(mutant, message, monkeypatch):
     # Ranks start again for the next one.
     results = list(run_over_ranks(planned(operator, configs=["one-key"])[:2], Budget(), mutant))
     for result in results:
-        (finding,) = result.findings
+        finding, plan_of_it = result.findings
         assert message in finding.message
+        assert plan_of_it.message.startswith("method ")
         assert not result.passed
 
 

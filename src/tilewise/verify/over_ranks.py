@@ -5,6 +5,7 @@ The truth is one process's. Which tokens a rank has is computed here, and not by
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tilewise.verify.attempt import same_bits
 from tilewise.verify.implementation import RankError
 from tilewise.verify.rank_suite import OverRanks
 from tilewise.verify.ranks import Message, Ranks
-from tilewise.verify.result import Check, Result
+from tilewise.verify.result import NOTE, PLAN, Check, Finding, Result
 from tilewise.verify.run import Runner
 from tilewise.verify.suite import Mutant, Tensors
 from tilewise.verify.time_limits import Budget
@@ -28,7 +29,7 @@ STRIPE = 5
 
 def run_over_ranks(checks: Sequence[Check], budget: Budget, mutant: Mutant | None = None) -> Iterator[Result]:
     """Their results, one after the other, over the same ranks."""
-    runners: dict[tuple[str, str], Runner] = {}
+    runners: dict[tuple[str, str], tuple[Runner, _Function]] = {}
     ranks = Ranks(checks[0].implementation.ranks, mutant)
     try:
         try:
@@ -39,8 +40,14 @@ def run_over_ranks(checks: Sequence[Check], budget: Budget, mutant: Mutant | Non
             key = check.operator, check.implementation.name
             if key not in runners:
                 operator = workbench.find(check.operator)
-                runners[key] = Runner(operator, _Function(ranks, *key, operator.load("over_ranks")))
-            yield budget.skip(check) or runners[key].run(check)
+                function = _Function(ranks, *key, operator.load("over_ranks"))
+                runners[key] = Runner(operator, function), function
+            runner, function = runners[key]
+            result = budget.skip(check) or runner.run(check)
+            if not (result.passed or result.skipped):
+                note = Finding(PLAN, function.plan, NOTE)
+                result = replace(result, findings=(*result.findings, note))
+            yield result
     finally:
         ranks.stop()
 
@@ -71,6 +78,8 @@ class _Function:
 
     def __init__(self, ranks: Ranks, operator: str, backend: str, declared: OverRanks) -> None:
         self._ranks, self._operator, self._backend, self._declared = ranks, operator, backend, declared
+        # The last call's, in words.
+        self.plan = ""
 
     def __call__(self, **arguments: Any) -> tuple[Tensor, ...]:
         tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
@@ -85,6 +94,7 @@ class _Function:
         q = tensors["q"]
         lengths = offsets[0].diff().tolist() if offsets else [q.shape[1]]
         method, balance = self._plan(tensors, options)
+        self.plan = f"method {method}, balance {balance}"
         owner = owners(lengths, self._ranks.world, balance)
         position = torch.cat([torch.arange(length) for length in lengths])
         plan: dict[str, Any] = {"cu_seqlens": offsets[0]} if offsets else {"seq_len": q.shape[1]}

@@ -25,6 +25,8 @@ PADDING, STRIDED, MEMORY, NO_GRADIENT, CHOICE = (
 )
 NOT_JUDGED = "not judged"
 CHANGES_SETTINGS = "changes global settings"
+# How tokens are divided, and keys travel, where a check over ranks has failed.
+PLAN = "plan"
 # Not run; the message says why.
 SKIPPED = "skipped"
 
