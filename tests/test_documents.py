@@ -12,7 +12,7 @@ import pytest
 
 import mytorch
 import tilewise
-from tilewise import interpreter, nn, parallel, trace, verify
+from tilewise import compat, interpreter, nn, parallel, trace, verify
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -141,7 +141,7 @@ def test_code_fits_the_sites_column():
             assert [line for line in code.splitlines() if len(line) > 120] == [], path
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/decoding.md"])
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/decoding.md", "docs/compat.md"])
 def test_a_pages_code_prints_what_it_shows(page):
     """Blocks of Python run one after another; each that prints has its output below."""
     space, printed = {}, []
@@ -162,7 +162,8 @@ def test_what_is_quoted_is_there(path):
         assert kind != "py" or not named or code.partition("\n")[2] in read(named[1]), named[1]
 
 
-MODULES = (tilewise, nn, parallel, verify, trace, interpreter, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+TOOLS = (verify, trace, interpreter)
+MODULES = (tilewise, nn, parallel, compat, *TOOLS, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
 # Names for methods of Tensor, and classes of numbers that NumPy documents.
 NOT_SHOWN = {"mytorch": {"cat", "einsum", "stack", "bool_", "float16", "float32", "float64", "int64"}}
 
