@@ -299,6 +299,26 @@ def test_what_is_said_to_stand_in_for_cache_batch_idx_does():
     assert torch.equal(k_cache[chosen].double(), picked[0])
 
 
+@pytest.mark.slow
+def test_they_compile_whole():
+    q, k, v = (made(1, 16, 2, 16, seed=i) for i in range(3))
+    q.requires_grad_()
+
+    def train(q, k, v):
+        return compat.flash_attn_func(q, k, v, causal=True, softcap=2.0, return_attn_probs=True)[0]
+
+    def step(q, k, v, lengths):
+        return compat.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+
+    out = torch.compile(train, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(out, train(q, k, v))
+    found, expected = (torch.autograd.grad(o.sum(), q)[0] for o in (out, train(q, k, v)))
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        given = (q[:, :1], k, v, torch.tensor([9], dtype=torch.int32))
+        assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(*given), step(*given))
+
+
 OF_CACHE = {
     "rotary_cos": "rotate q and k before the call",
     "rotary_sin": "rotate q and k before the call",
