@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tilewise.verify.drawing import INTERPRETED, SHORT, drawn
 from tilewise.verify.rank_suite import OverRanks
 from tilewise.verify.result import HOPPER, Check, Implementation, Settings
-from tilewise.verify.suite import FILLS, Case, Mutant, Problem, Suite, make_fill, sequences
+from tilewise.verify.suite import FILLS, Mutant, Problem, Suite, make_fill, sequences
 from tilewise.verify.uses import USES, applies
 from tilewise.workbench.operator import GROWTH, Operator, UsageError, did_you_mean
 
@@ -162,17 +162,14 @@ def _over_ranks(
         raise UsageError("--parallel runs on the CPU, and TILEWISE_BACKEND chooses nothing that does: expected cpu")
     checks = []
     for implementation in found:
-        taken = [case.name for case in _standard(suite, implementation, everything) if declared.takes(case.problem)]
+        standard = suite.standard(implementation.device, implementation.interpreted, everything)
+        taken = [case.name for case in standard if declared.takes(case.problem)]
         few = implementation.interpreted and not everything
         names = chosen or (declared.few if few else [*taken, *declared.cases])
         for i, name in enumerate(names):
             here = dtypes if chosen or everything else [dtypes[i % len(dtypes)]]
             checks += [Check(operator.name, implementation, name, dtype, settings) for dtype in here]
     return checks
-
-
-def _standard(suite: Suite, implementation: Implementation, everything: bool) -> tuple[Case, ...]:
-    return suite.standard(implementation.device, implementation.interpreted, everything)
 
 
 def left_out(operator: Operator, everything: bool) -> int:
