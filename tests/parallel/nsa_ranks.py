@@ -1,9 +1,12 @@
 """What ranks run in the tests of native sparse attention over several processes."""
 
+import gc
 import itertools
+import weakref
 
 import torch
 import torch.distributed as dist
+from parallel.flash_ranks import counting
 
 from tilewise import native_sparse_attention
 from tilewise.nn.native_sparse_attention import NativeSparseAttention, windows_of
@@ -124,7 +127,7 @@ def refused(group):
         {"cu_seqlens": torch.tensor([0, 40])},
         few,
         {"block_indices": torch.full_like(local["block_indices"], 10)},
-        {"k": local["k"][:, :39]},
+        {name: local[name][:, :39] for name in ("q", "k", "v")},
     ):
         try:
             native_sparse_attention(**({**local, "parallel": plan, **SIZES} | change), backend="cpu")
@@ -159,3 +162,37 @@ def compiled(group):
         found.append([o.detach(), *torch.autograd.grad(o.sin().sum(), list(layer.parameters()))])
     torch._dynamo.reset()
     return *found, len(graphs)
+
+
+def freed(group):
+    """Without the collector of cycles: a plan holds memory of a GPU, of which that knows nothing."""
+    plan = ContextPlan(group, seq_len=40)
+    windows = plan.windows(8, 4)
+    windows.whole(windows.of(torch.ones(1, plan.local_tokens, 1)))
+    seen = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan, windows
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def of_one(group):
+    """What is raised for tensors of another length than the plan's."""
+    given, _ = inputs(1, [0, 60], 4, 2, 16, 16, torch.float32)
+    try:
+        native_sparse_attention(**given, **SIZES, parallel=ContextPlan(group, seq_len=80), backend="cpu")
+    except ValueError as error:
+        return str(error)
+
+
+def sent_for_windows_alone(group):
+    """Bytes that a forward and a backward of a learned compression alone send."""
+    plan = ContextPlan(group, seq_len=80)
+    given, do = inputs(1, [0, 80], 4, 2, 16, 16, torch.float32, gates=("g_cmp",), learned=True)
+    local = {name: x if name in ("k_cmp", "v_cmp") else plan.shard(x, 1) for name, x in given.items()}
+    found(local, plan.shard(do, 1), "cpu", parallel=plan)
+    with counting(plan) as (sent, _):
+        found(local, plan.shard(do, 1), "cpu", parallel=plan)
+    return sum(sent)

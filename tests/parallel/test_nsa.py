@@ -91,6 +91,22 @@ def test_windows_of_a_learned_compression(offsets, balance):
     processes().run(nsa_ranks.windows, 3, offsets, balance, 3, 3)
 
 
+def test_a_plan_is_freed_and_its_windows_with_it():
+    processes().run(nsa_ranks.freed, 2)
+
+
+def test_a_plan_of_one_process_is_for_its_own_tokens():
+    for message in processes().run(nsa_ranks.of_one, 1):
+        assert (
+            message
+            == "q has 60 tokens in axis 1 (got shape [1, 60, 4, 16]): rank 0 of the plan holds 80; use plan.shard"
+        )
+
+
+def test_learned_windows_alone_send_no_keys():
+    assert processes().run(nsa_ranks.sent_for_windows_alone, 2) == [0, 0]
+
+
 @pytest.mark.slow
 def test_inside_torch_compile_a_plan_is_run_as_it_stands():
     for eager, first, second, graphs in processes().run(nsa_ranks.compiled, 2):
@@ -108,7 +124,7 @@ def test_bad_input():
             "k_cmp has 9 windows: expected 19, those of the plan's whole sequences, on every rank; `plan.windows` makes"
             " them",
             "block_indices holds 10 at [0, 0, 0, 0]: expected -1 (no block) or 0 to 9, for there are 10 blocks",
-            "k has 39 tokens in axis 1 (got shape [1, 39, 2, 16]): rank # of the plan holds 40; use plan.shard",
+            "q has 39 tokens in axis 1 (got shape [1, 39, 4, 16]): rank # of the plan holds 40; use plan.shard",
             "attention over a ContextPlan has no derivative of its own (double backward): call it with"
             " backend='reference', which torch can differentiate any number of times",
         ]

@@ -146,8 +146,8 @@ def everything(tokens: int, world: int) -> Ranges:
 
 
 def gathers_all(needs: Ranges, tokens: int, world: int) -> bool:
-    """Whether ranks need half of all tokens or more: then all are sent to all."""
-    return 2 * int((needs.stops - needs.starts).sum()) >= world * tokens
+    """Whether ranks need half of each other's tokens or more: then all are sent to all. Their own they all need."""
+    return 2 * (int((needs.stops - needs.starts).sum()) - tokens) >= (world - 1) * tokens
 
 
 def meet(runs: Runs, ranges: Ranges) -> Pieces:

@@ -50,8 +50,8 @@ class Exchange:
     """For one set of tokens that each rank needs. Tensors have their tokens in the first axis, local ones in the order
     of the plan, fetched ones ascending.
 
-    Where ranks need half of all tokens or more, all are gathered, and what is not needed is left out: to send each rank
-    its own would take a copy for each.
+    Where ranks need half of each other's tokens or more, all are gathered, and what is not needed is left out: to send
+    each rank its own would take a copy for each.
     """
 
     def __init__(

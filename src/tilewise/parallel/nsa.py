@@ -15,9 +15,10 @@ import torch
 from tilewise.ops._host import checks
 from tilewise.ops._host.register import uncompiled
 from tilewise.ops.nsa import api, reference
+from tilewise.ops.nsa.branches import Options
 from tilewise.ops.nsa.problem import Sizes, window_count
 from tilewise.parallel.exchange import Fetch
-from tilewise.parallel.nsa_branches import Gathered, Options
+from tilewise.parallel.nsa_branches import Gathered
 from tilewise.parallel.rows import Rows
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def attend(
     if plan.method == "ring":
         raise ValueError("the plan's method is 'ring': native_sparse_attention takes a plan of method 'all_gather'")
     rows = Rows(plan.packed)
+    checks.check_qkv(q, k, v, plan.packed)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor) and x.dim() == (3 if plan.packed else 4):
-            plan.check_local(x, name, rows.axis)
+        plan.check_local(x, name, rows.axis)
     cu = None if plan.local_cu_seqlens is None else plan.local_cu_seqlens.to(q.device)
     checked = api.check(
         q, k, v, gates, k_cmp, v_cmp, block_indices, cu, sizes, window_size, scale, return_indices, backend
@@ -62,9 +63,9 @@ def attend(
     there = {name: x for name, x in given.items() if x is not None}
     shapes = [_described(x, rows.axis if name in ("q", "k", "v") else None) for name, x in there.items()]
     wanted = [name for name, x in there.items() if torch.is_grad_enabled() and x.requires_grad]
-    named = "" if block_indices is None else ", block_indices"
+    named = "" if block_indices is None else f", {block_indices.dtype} block_indices"
     plan.agree(
-        f"native_sparse_attention({', '.join(there)}{named}) of {shapes} {q.dtype}, {options}, gradients {wanted}",
+        f"native_sparse_attention({', '.join(there)}{named}) of {shapes}, {options}, gradients {wanted}",
         q.device,
     )
     if options.backend == "reference":
@@ -73,8 +74,9 @@ def attend(
 
 
 def _described(x: Tensor, tokens: int | None) -> list[Any]:
-    """A shape without what differs between ranks."""
-    return [x.shape[-1]] if tokens is None else [*x.shape[:tokens], "tokens", *x.shape[tokens + 1 :]]
+    """Shape, without what differs between ranks, and dtype."""
+    shape = [x.shape[-1]] if tokens is None else [*x.shape[:tokens], "tokens", *x.shape[tokens + 1 :]]
+    return [*shape, x.dtype]
 
 
 def _check_whole_windows(plan: ContextPlan, k_cmp: Tensor | None, sizes: Sizes) -> None:
@@ -93,7 +95,7 @@ def _check_blocks(plan: ContextPlan, indices: Tensor | None, block_size: int) ->
         return
     lengths = torch.tensor(plan.offsets).diff()
     blocks = -(-lengths // block_size)
-    if plan.packed and plan.local_cu_seqlens is not None:
+    if plan.local_cu_seqlens is not None:
         of_tokens = blocks.repeat_interleave(plan.local_cu_seqlens.cpu().diff())[:, None, None]
         checks.check_index_values(indices, "block_indices", of_tokens.to(indices.device))
     else:

@@ -4,16 +4,17 @@ gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.ops.nsa import steps
-from tilewise.ops.nsa.branches import KERNELS, without_autocast
-from tilewise.ops.nsa.problem import Sizes, given_windows
-from tilewise.parallel import calls, flash, parts
+from tilewise.ops.nsa.branches import KERNELS, Options, without_autocast
+from tilewise.ops.nsa.problem import given_windows
+from tilewise.parallel import flash, parts
 from tilewise.parallel.assignment import numbers, planning
-from tilewise.parallel.calls import Part, queries
+from tilewise.parallel.calls import Call, Part, queries
 from tilewise.parallel.exchange import Once
 from tilewise.parallel.flash import Fetching, Heads, Homing, calls_of, heads_at_a_time
 from tilewise.parallel.rows import Rows
@@ -28,20 +29,6 @@ Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 BEFORE = -1, 0
 
 
-class Options(NamedTuple):
-    """What a call computes besides its tensors."""
-
-    sizes: Sizes
-    window_size: int
-    scale: float
-    backend: str
-
-    @property
-    def window(self) -> flash.Options:
-        """Those of the sliding window."""
-        return flash.Options((self.window_size - 1, 0), self.scale, 0.0, True, self.backend)
-
-
 @planning
 def queries_of(plan: ContextPlan, batch: int, device: torch.device) -> list[Part]:
     """This rank's queries, in parts of which one call computes each."""
@@ -53,11 +40,12 @@ def queries_of(plan: ContextPlan, batch: int, device: torch.device) -> list[Part
 
 
 class Keys(NamedTuple):
-    """Packed sequences among the keys that BEFORE fetches: their offsets, int32; and of means, which have room for one
-    a stride, the rows that hold one. None where dense.
+    """Packed sequences among the keys that BEFORE fetches: their offsets, where their means begin, with room for one a
+    stride, both int32, and the rows that hold a mean. None where dense.
     """
 
     cu: Tensor | None
+    room: Tensor | None
     means: Tensor | None
 
 
@@ -66,23 +54,26 @@ def keys_of(plan: ContextPlan, size: int, stride: int, device: torch.device) -> 
     """Those of this rank."""
     key = "nsa keys", size, stride, device
     if key not in plan.kept:
-        cu = means = None
+        cu = room = means = None
         if plan.packed:
             lengths = torch.zeros(len(plan.offsets) - 1, dtype=torch.int64)
             for one in plan.needs(BEFORE):
                 lengths[one.sequence] = one.stop
-            cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-            first = cu[:-1] // stride
-            means = numbers(first, first + ((lengths - size) // stride + 1).clamp(min=0)).to(device)
-            cu = cu.to(device, torch.int32)
-        plan.kept[key] = Keys(cu, means)
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+            first = offsets // stride
+            means = numbers(first[:-1], first[:-1] + ((lengths - size) // stride + 1).clamp(min=0)).to(device)
+            cu, room = (x.to(device, torch.int32) for x in (offsets, first))
+        plan.kept[key] = Keys(cu, room, means)
     return plan.kept[key]
 
 
 @planning
 def whole_offsets(plan: ContextPlan, device: torch.device) -> Tensor | None:
     """Of whole packed sequences, int32."""
-    return torch.tensor(plan.offsets, dtype=torch.int32, device=device) if plan.packed else None
+    key = "nsa offsets", device
+    if key not in plan.kept:
+        plan.kept[key] = torch.tensor(plan.offsets, dtype=torch.int32, device=device) if plan.packed else None
+    return plan.kept[key]
 
 
 class Branch(NamedTuple):
@@ -101,7 +92,7 @@ class Branch(NamedTuple):
         rows.put_lse(self.lse, where, lse)
 
 
-class Call:
+class Problem:
     """A call's plan and options, and what follows from them."""
 
     def __init__(
@@ -109,15 +100,16 @@ class Call:
     ) -> None:
         self.plan, self.options = plan, options
         self.rows, self.kernels = Rows(plan.packed), KERNELS[options.backend]
-        self.compression = options.sizes.compress_size, options.sizes.compress_stride
         self.compresses, self.selects, self.slides = (gate is not None for gate in gates)
         self.chooses = self.selects and indices is None
         self.learned = k_cmp is not None
-        # Learned windows are here already, and keys of the sliding one are next to a rank.
-        far = self.selects or (self.compresses and not self.learned)
-        self.reach = BEFORE if far else options.window.window
+        self.sliding = flash.Options((options.window_size - 1, 0), options.scale, 0.0, True, options.backend)
+        # By which window keys are fetched: learned compression reads none, the sliding window those next to a rank.
+        self.reach = self.sliding.window if self.slides else (0, 0)
+        if self.selects or (self.compresses and not self.learned):
+            self.reach = BEFORE
         self.parts = queries_of(plan, q.shape[0], q.device)
-        self.keys = keys_of(plan, *self.compression, q.device)
+        self.keys = keys_of(plan, *options.compression, q.device)
         # Windows that are given are those of whole sequences.
         self.cu_windows = whole_offsets(plan, q.device) if self.learned else self.keys.cu
 
@@ -128,46 +120,52 @@ class Call:
     def windows(self, heads: Heads, here: list[Tensor], k_cmp: Tensor | None, v_cmp: Tensor | None) -> list[Tensor]:
         """Compressed keys and values of some heads; where only scores are wanted the keys stand in for the values."""
         if k_cmp is not None and v_cmp is not None:
-            return [x[..., heads.keys, :] for x in (k_cmp, v_cmp)]
-        made = self._means(here[0])
-        return [made, self._means(here[1]) if self.compresses else made]
+            made = [x[..., heads.keys, :] for x in (k_cmp, v_cmp if self.compresses else k_cmp)]
+        elif self.compresses:
+            made = [self._means(x) for x in here]
+        else:
+            made = [self._means(here[0])] * 2
+        return made
 
     def _means(self, x: Tensor) -> Tensor:
         """Those of its windows, without room between sequences."""
-        made = self.kernels.compress(x, self.keys.cu, self._room(x.shape[-3]), *self.compression)
+        made = self.kernels.compress(x, self.keys.cu, self.keys.room, *self.options.compression)
         return made if self.keys.means is None else made.index_select(0, self.keys.means)
 
     def means_backward(self, dx: Tensor, tokens: int) -> Tensor:
         """The gradient of what means were taken of."""
         if self.keys.means is not None:
-            room = dx.new_zeros((tokens // self.compression[1], *dx.shape[1:]))
+            room = dx.new_zeros((tokens // self.options.sizes.compress_stride, *dx.shape[1:]))
             dx = room.index_copy_(0, self.keys.means, dx)
-        return self.kernels.compress_backward(dx, tokens, self.keys.cu, self._room(tokens), *self.compression)
-
-    def _room(self, tokens: int) -> Tensor | None:
-        return self.kernels.mean_windows(self.keys.cu, tokens, self.compression[1])
+        return self.kernels.compress_backward(dx, tokens, self.keys.cu, self.keys.room, *self.options.compression)
 
     def compressed(self, q: Tensor, windows: list[Tensor], part: Part) -> tuple[Tensor, Tensor]:
         """Attention of a part's queries to windows: output and LSE."""
-        numbers = *self.compression, self.options.scale, self.options.backend
         given = q, *windows, part.cu_q, self.cu_windows, part.first
-        return steps.compressed_forward.call_checked(given, numbers)
+        return steps.compressed_forward.call_checked(given, self.of_compressed())
+
+    def of_compressed(self) -> tuple[Any, ...]:
+        """The numbers of attention to windows."""
+        return *self.options.compression, self.options.scale, self.options.backend
 
     def choose(self, q: Tensor, k_cmp: Tensor, lse: Tensor, part: Part) -> Tensor:
-        """Their blocks, by the scores of windows."""
-        windows = given_windows(self.cu_windows, k_cmp.shape[-3], *self.compression)
+        """Blocks of a part's queries, by their scores of windows."""
+        windows = given_windows(self.cu_windows, k_cmp.shape[-3], *self.options.compression)
         sizes, scale = self.options.sizes, self.options.scale
         return self.kernels.choose(q, k_cmp, lse, part.cu_q, windows, sizes, scale, part.first)
 
     def selected(self, q: Tensor, here: list[Tensor], indices: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Attention to these blocks: output and LSE."""
-        numbers = self.options.sizes.block_size, self.options.scale, self.options.backend
-        return steps.selected_forward.call_checked((q, *here, indices, part.cu_q, self.keys.cu, part.first), numbers)
+        given = q, *here, indices, part.cu_q, self.keys.cu, part.first
+        return steps.selected_forward.call_checked(given, self.of_selected())
 
-    def sliding(self, here: list[Tensor]) -> list[calls.Call]:
+    def of_selected(self) -> tuple[Any, ...]:
+        """The numbers of attention to blocks."""
+        return self.options.sizes.block_size, self.options.scale, self.options.backend
+
+    def sliding_calls(self, here: list[Tensor]) -> list[Call]:
         """The calls of the sliding window."""
-        window = self.options.window.window
-        return calls_of(self.plan, window, self.rows.count(here[0]), here[0].device, self.reach)
+        return calls_of(self.plan, self.sliding.window, self.rows.count(here[0]), here[0].device, self.reach)
 
 
 class Incoming(NamedTuple):
@@ -204,39 +202,41 @@ class Gathered(torch.autograd.Function):
         """Output of local queries, and the blocks that they chose."""
         ctx.set_materialize_grads(False)
         gates = g_cmp, g_slc, g_swa
-        call = ctx.call = Call(plan, options, q, gates, k_cmp, indices)
-        rows = call.rows
+        problem = ctx.problem = Problem(plan, options, q, gates, k_cmp, indices)
+        rows = problem.rows
         if indices is not None:
             # Later blocks than a query's own take no part, and may lie behind what is fetched.
             own = plan.position_ids.to(q.device)[:, None, None] // options.sizes.block_size
             indices = torch.where(indices <= own, indices, -1)
-        elif call.chooses:
+        elif problem.chooses:
             indices = q.new_empty((*q.shape[:-2], k.shape[-2], options.sizes.block_count), dtype=torch.int32)
         cmp, slc, swa = branches = [None if gate is None else _empty(q, v) for gate in gates]
-        for heads, here in call.fetching(q, k, v):
+        for heads, here in problem.fetching(q, k, v):
             some_q = q[..., heads.queries, :]
             chosen = None if indices is None else indices[..., heads.keys, :]
-            windows = call.windows(heads, here, k_cmp, v_cmp) if call.compresses or call.chooses else None
-            for part in call.parts:
+            windows = None
+            if problem.compresses or problem.chooses:
+                windows = problem.windows(heads, here, k_cmp, v_cmp)
+            for part in problem.parts:
                 q_rows = rows.take(some_q, part.rows)
                 if windows is not None:
-                    made = call.compressed(q_rows, windows, part)
+                    made = problem.compressed(q_rows, windows, part)
                     if cmp is not None:
                         cmp.of(heads).put(rows, part.rows, *made)
-                    if call.chooses and chosen is not None:
-                        rows.put(chosen, part.rows, call.choose(q_rows, windows[0], made[1], part))
+                    if problem.chooses and chosen is not None:
+                        rows.put(chosen, part.rows, problem.choose(q_rows, windows[0], made[1], part))
                 if slc is not None and chosen is not None:
                     named = rows.take(chosen, part.rows).contiguous()
-                    slc.of(heads).put(rows, part.rows, *call.selected(q_rows, here, named, part))
+                    slc.of(heads).put(rows, part.rows, *problem.selected(q_rows, here, named, part))
             if swa is not None:
-                for one in call.sliding(here):
-                    swa.of(heads).put(rows, one.rows, *parts.attend(one, rows, options.window, some_q, here))
-        o = call.kernels.combine(
+                for call in problem.sliding_calls(here):
+                    swa.of(heads).put(rows, call.rows, *parts.attend(call, rows, problem.sliding, some_q, here))
+        o = problem.kernels.combine(
             [branch.o for branch in branches if branch is not None], [gate for gate in gates if gate is not None]
         )
         each = [x for branch in branches for x in branch or (None, None)]
         ctx.save_for_backward(q, k, v, *gates, k_cmp, v_cmp, indices, *each)
-        if not call.chooses or indices is None:
+        if not problem.chooses or indices is None:
             return o, None
         ctx.mark_non_differentiable(indices)
         return o, indices
@@ -244,49 +244,54 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Those of local q, k, v and gates; this rank's part of those of k_cmp and v_cmp."""
-        with without_autocast(ctx.call.options.backend):
-            found = Once.apply(Gathered.differentiate, ctx.call, gradients[0], *ctx.saved_tensors)
+        with without_autocast(ctx.problem.options.backend):
+            found = Once.apply(Gathered.differentiate, ctx.problem, gradients[0], *ctx.saved_tensors)
         return *found, None, None, None
 
     @staticmethod
-    def differentiate(call: Call, do: Tensor | None, *saved: Any) -> tuple[Tensor | None, ...]:
+    def differentiate(problem: Problem, do: Tensor | None, *saved: Any) -> tuple[Tensor | None, ...]:
         """The backward."""
-        q, k, v, *gates, k_cmp, v_cmp, indices, o_cmp, lse_cmp, o_slc, lse_slc, o_swa, lse_swa = saved
+        q, k, v, g_cmp, g_slc, g_swa, k_cmp, v_cmp, indices, *each = saved
         if do is None:
             do = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        each = (o_cmp, lse_cmp), (o_slc, lse_slc), (o_swa, lse_swa)
+        gates = [g_cmp, g_slc, g_swa]
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         dgates = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in gates]
         # Parts of many calls are summed up.
         dwindows = [torch.zeros_like(x, dtype=torch.float32) for x in (k_cmp, v_cmp) if x is not None]
-        homing = Homing(call.plan, call.reach, dk, dv)
-        for heads, here in call.fetching(q, k, v):
-            cmp, slc, swa = (
-                None if gate is None or dgate is None else _incoming(call, do, *branch, gate, dgate, heads)
-                for branch, gate, dgate in zip(each, gates, dgates, strict=True)
-            )
+        homing = Homing(problem.plan, problem.reach, dk, dv)
+
+        def of_some(heads: Heads, here: list[Tensor]) -> list[Tensor]:
+            """Writes all gradients of some heads but those of the keys and values that are here, which it returns."""
             some_q, some_dq = q[..., heads.queries, :], dq[..., heads.queries, :]
             totals = [torch.zeros_like(x, dtype=torch.float32) for x in here]
-            if cmp is not None:
-                windows = call.windows(heads, here, k_cmp, v_cmp)
-                found = _compressed_backward(call, cmp, some_q, some_dq, windows)
-                if call.learned:
-                    for total, part in zip(dwindows, found, strict=True):
-                        total[..., heads.keys, :] = part
+            for name, gate, dgate, o, lse in zip(
+                ("cmp", "slc", "swa"), gates, dgates, each[::2], each[1::2], strict=True
+            ):
+                if gate is None or dgate is None:
+                    continue
+                incoming = _incoming(problem, do, o, lse, gate, dgate, heads)
+                if name == "cmp":
+                    windows = problem.windows(heads, here, k_cmp, v_cmp)
+                    found = _compressed_backward(problem, incoming, some_q, some_dq, windows)
+                    if problem.learned:
+                        _add([x[..., heads.keys, :] for x in dwindows], found)
+                    else:
+                        _add(totals, [problem.means_backward(x, totals[0].shape[-3]) for x in found])
+                elif name == "slc":
+                    chosen = indices[..., heads.keys, :]
+                    _selected_backward(problem, incoming, some_q, some_dq, here, chosen, totals)
                 else:
-                    for total, part in zip(totals, found, strict=True):
-                        total += call.means_backward(part, total.shape[-3])
-            if slc is not None:
-                _selected_backward(call, slc, some_q, some_dq, here, indices[..., heads.keys, :], totals)
-            if swa is not None:
-                given = some_dq, swa.do, some_q, swa.o, None, swa.lse
-                found = parts.differentiate(call.sliding(here), call.rows, call.options.window, given, here)
-                for total, part in zip(totals, found, strict=True):
-                    total += part
-            homing.send(heads, [total.to(x.dtype) for total, x in zip(totals, here, strict=True)])
+                    given = some_dq, incoming.do, some_q, incoming.o, None, incoming.lse
+                    calls = problem.sliding_calls(here)
+                    _add(totals, parts.differentiate(calls, problem.rows, problem.sliding, given, here))
+            return [total.to(x.dtype) for total, x in zip(totals, here, strict=True)]
+
+        for heads, here in problem.fetching(q, k, v):
+            homing.send(heads, of_some(heads, here))
         homing.arrive()
-        learned = [x.to(k_cmp.dtype) for x in dwindows] if call.compresses and dwindows else (None, None)
+        learned = [x.to(k_cmp.dtype) for x in dwindows] if problem.compresses and dwindows else (None, None)
         return dq, dk, dv, *dgates, *learned
 
 
@@ -295,39 +300,50 @@ def _empty(q: Tensor, v: Tensor) -> Branch:
     return Branch(q.new_empty((*q.shape[:-1], v.shape[-1])), lse)
 
 
-def _incoming(call: Call, do: Tensor, o: Tensor, lse: Tensor, gate: Tensor, dgate: Tensor, heads: Heads) -> Incoming:
+def _add(totals: list[Tensor], found: Sequence[Tensor]) -> None:
+    for total, x in zip(totals, found, strict=True):
+        total += x
+
+
+def _incoming(
+    problem: Problem, do: Tensor, o: Tensor, lse: Tensor, gate: Tensor, dgate: Tensor, heads: Heads
+) -> Incoming:
     """The gradients of some heads' output in one branch, and of its gate, which is written."""
     some_do, some_o = (x[..., heads.queries, :].contiguous() for x in (do, o))
-    of_branch, of_gate = call.kernels.combine_backward(some_do, some_o, gate[..., heads.queries].contiguous())
+    of_branch, of_gate = problem.kernels.combine_backward(some_do, some_o, gate[..., heads.queries].contiguous())
     dgate[..., heads.queries] = of_gate
     return Incoming(some_o, lse[..., heads.queries, :], of_branch)
 
 
-def _compressed_backward(call: Call, incoming: Incoming, q: Tensor, dq: Tensor, windows: list[Tensor]) -> list[Tensor]:
+def _compressed_backward(
+    problem: Problem, incoming: Incoming, q: Tensor, dq: Tensor, windows: list[Tensor]
+) -> list[Tensor]:
     """Adds to dq; gradients of compressed keys and values, fp32."""
-    numbers = *call.compression, call.options.scale, call.options.backend
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in windows]
-    for part in call.parts:
-        do, o, lse = incoming.take(call.rows, part.rows)
-        given = do, None, call.rows.take(q, part.rows), *windows, o, lse, part.cu_q, call.cu_windows, part.first
-        dq_part, *found = steps.compressed_backward.call_checked(given, numbers)
-        call.rows.put(dq, part.rows, call.rows.take(dq, part.rows) + dq_part)
-        for total, x in zip(totals, found, strict=True):
-            total += x
+    for part in problem.parts:
+        do, o, lse = incoming.take(problem.rows, part.rows)
+        q_rows = problem.rows.take(q, part.rows)
+        given = do, None, q_rows, *windows, o, lse, part.cu_q, problem.cu_windows, part.first
+        of_q, *found = steps.compressed_backward.call_checked(given, problem.of_compressed())
+        problem.rows.add(dq, part.rows, of_q)
+        _add(totals, found)
     return totals
 
 
 def _selected_backward(
-    call: Call, incoming: Incoming, q: Tensor, dq: Tensor, here: list[Tensor], indices: Tensor, totals: list[Tensor]
+    problem: Problem,
+    incoming: Incoming,
+    q: Tensor,
+    dq: Tensor,
+    here: list[Tensor],
+    indices: Tensor,
+    totals: list[Tensor],
 ) -> None:
     """Adds to dq and to the gradients of keys and values."""
-    numbers = call.options.sizes.block_size, call.options.scale, call.options.backend
-    for part in call.parts:
-        do, o, lse = incoming.take(call.rows, part.rows)
-        named = call.rows.take(indices, part.rows).contiguous()
-        q_rows = call.rows.take(q, part.rows)
-        given = do, None, q_rows, *here, named, o, lse, part.cu_q, call.keys.cu, part.first
-        dq_part, *found = steps.selected_backward.call_checked(given, numbers)
-        call.rows.put(dq, part.rows, call.rows.take(dq, part.rows) + dq_part)
-        for total, x in zip(totals, found, strict=True):
-            total += x
+    for part in problem.parts:
+        do, o, lse = incoming.take(problem.rows, part.rows)
+        q_rows, named = (problem.rows.take(x, part.rows) for x in (q, indices))
+        given = do, None, q_rows, *here, named.contiguous(), o, lse, part.cu_q, problem.keys.cu, part.first
+        of_q, *found = steps.selected_backward.call_checked(given, problem.of_selected())
+        problem.rows.add(dq, part.rows, of_q)
+        _add(totals, found)

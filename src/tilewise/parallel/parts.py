@@ -46,7 +46,7 @@ def differentiate(
         k_rows, v_rows = (rows.take(x, call.keys) for x in here)
         arguments = (do_rows, dlse_rows, q_rows, k_rows, v_rows, o_rows, lse_rows, call.cu_q, call.cu_k, sinks)
         dq_part, *parts, dsinks_part = flash_backward.call_checked(arguments, options.of(call))
-        rows.put(dq, call.rows, rows.take(dq, call.rows) + dq_part)
+        rows.add(dq, call.rows, dq_part)
         for total, part in zip(totals, parts, strict=True):
             rows.take(total, call.keys).add_(part)
         if dsinks is not None:

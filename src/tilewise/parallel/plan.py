@@ -26,7 +26,7 @@ from tilewise.parallel.assignment import (
 )
 from tilewise.parallel.calls import Range, Segment
 from tilewise.parallel.exchange import Exchange, Fetch, explained
-from tilewise.parallel.windows import Windows
+from tilewise.parallel.windows import Layout, Windows
 
 Tensor = torch.Tensor
 Method = Literal["all_gather", "ring"]
@@ -121,6 +121,7 @@ class ContextPlan:
     def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Output and LSE of flash_attention's `parallel=`: local tensors, over the whole sequences."""
         if self.world == 1:
+            self._check_whole(q)
             cu = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
             o, lse = flash_attention(q, k, v, **options, cu_seqlens_q=cu, return_lse=True)
             return o, lse
@@ -140,6 +141,7 @@ class ContextPlan:
     ) -> tuple[Tensor, Tensor | None]:
         """Output and chosen blocks of native_sparse_attention's `parallel=`: local tensors, over whole sequences."""
         if self.world == 1:
+            self._check_whole(q)
             cu = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
             named = dict(zip(GATES, gates, strict=True)) | sizes._asdict() | options
             result = native_sparse_attention(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, cu_seqlens=cu, **named)
@@ -153,8 +155,8 @@ class ContextPlan:
         check_compression(size, stride)
         key = "windows", size, stride
         if key not in self.kept:
-            self.kept[key] = Windows(self, self._runs, self._bounds, size, stride)
-        return self.kept[key]
+            self.kept[key] = Layout(self, self._runs, self._bounds, size, stride)
+        return Windows(self, self.kept[key], f"{size} tokens every {stride}")
 
     def check_local(self, x: Tensor, name: str, dim: int) -> None:
         """That x holds this rank's tokens."""
@@ -163,6 +165,12 @@ class ContextPlan:
                 f"{name} has {x.shape[dim]} tokens in axis {dim} (got shape {list(x.shape)}): rank {self.rank} of the"
                 f" plan holds {self.local_tokens}; use plan.shard"
             )
+
+    def _check_whole(self, q: Any) -> None:
+        """That a plan of one process is for q; all else is the operators' own to check."""
+        axes = 3 if self.packed else 4
+        if isinstance(q, Tensor) and q.dim() == axes:
+            self.check_local(q, "q", axes - 3)
 
     def segments(self, rank: int) -> list[Segment]:
         """A rank's tokens."""

@@ -37,6 +37,10 @@ class Rows:
         """Write rows of x."""
         _put(x, self.axis, where, part)
 
+    def add(self, x: Tensor, where: Where, part: Tensor) -> None:
+        """Add to rows of x."""
+        self.put(x, where, self.take(x, where) + part)
+
     def put_lse(self, x: Tensor, where: Where, part: Tensor) -> None:
         """The same of an LSE."""
         _put(x, x.dim() - 1, where, part)

@@ -210,6 +210,7 @@ def sparse_memory(runs: Runs, bounds: Tensor, world: int, layer: Layer, blocks: 
     if direction == "forward" or world == 1:
         return rows.held.double() * kept
     heads = flash.heads_that_fit(layer.kv_heads, int(rows.held.sum()) * layer.channels * ITEM)
-    # Gradients of gates, of each branch's output, and of keys and values in fp32 before the last branch's are added.
-    gradients = gates + 3 * heads * layer.group * layer.value_dim * ITEM
+    # Gradients of gates, of one branch's output while the next one's is made, and of keys and values in fp32 before the
+    # last branch's are added.
+    gradients = gates + 2 * heads * layer.group * layer.value_dim * ITEM
     return rows.held.double() * (kept + gradients) + rows.needed.double() * (heads * layer.channels * WIDE)

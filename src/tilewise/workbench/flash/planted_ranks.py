@@ -116,7 +116,7 @@ MUTANTS = (
         "dq-overwritten",
         "of a rank's chunks with shared queries the last one's dq stays",
         _PARTS,
-        "rows.put(dq, call.rows, rows.take(dq, call.rows) + dq_part)",
+        "rows.add(dq, call.rows, dq_part)",
         "rows.put(dq, call.rows, dq_part.to(dq.dtype))",
     ),
     Mutant(
