@@ -13,6 +13,7 @@ import pytest
 import mytorch
 import tilewise
 from tilewise import compat, interpreter, nn, parallel, trace, verify
+from tilewise.integrations import sdpa
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -163,7 +164,7 @@ def test_what_is_quoted_is_there(path):
 
 
 TOOLS = (verify, trace, interpreter)
-MODULES = (tilewise, nn, parallel, compat, *TOOLS, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+MODULES = (tilewise, nn, parallel, compat, sdpa, *TOOLS, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
 # Names for methods of Tensor, and classes of numbers that NumPy documents.
 NOT_SHOWN = {"mytorch": {"cat", "einsum", "stack", "bool_", "float16", "float32", "float64", "int64"}}
 
