@@ -23,7 +23,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         *("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout.get_default_for"),
         *("SliceLayout", "SwizzledSharedLayout", "allocate_shared_memory", "arange", "atomic_add", "atomic_max"),
         *("bfloat16", "cast", "cdiv", "constexpr", "convert_layout", "exp2", "expand_dims", "float16", "float32"),
-        *("full", "int32", "int64", "log2", "max", "maximum", "minimum", "num_programs", "program_id"),
+        *("full", "int32", "int64", "load", "log2", "max", "maximum", "minimum", "num_programs", "program_id"),
         *("static_assert", "static_range", "store", "sum", "tensor", "to_tensor", "warp_specialize", "where", "zeros"),
         *("zeros_like", "thread_barrier|barrier"),
         *(f"shared_memory_descriptor.{name}" for name in ("index", "load", "permute", "reshape", "slice", "store")),
