@@ -6,7 +6,40 @@ _PLAN, _ASSIGNMENT, _EXCHANGE, _CALLS, _FLASH, _PARTS, _RING = (
     f"parallel.{name}" for name in ("plan", "assignment", "exchange", "calls", "flash", "parts", "ring")
 )
 
+# Of the exchange, in sparse attention too.
+EXCHANGED = (
+    Mutant(
+        "halo-short",
+        "of the keys before a rank's chunk one too few is fetched",
+        _ASSIGNMENT,
+        "runs.starts - min(left, tokens)",
+        "runs.starts - min(left, tokens) + 1",
+    ),
+    Mutant(
+        "keys-in-rank-order",
+        "gathered keys stay in the order of ranks",
+        _EXCHANGE,
+        "received.index_select(0, self._place)",
+        "received[: len(self._place)]",
+    ),
+    Mutant(
+        "reduced-twice",
+        "gradients of keys and values are added twice",
+        _EXCHANGE,
+        "total.index_add_(0, rows, part.to(wide))",
+        "total.index_add_(0, rows, part.to(wide), alpha=2)",
+    ),
+    Mutant(
+        "not-reduced",
+        "the last rank's gradients of keys and values replace the others'",
+        _EXCHANGE,
+        "total.index_add_(0, rows, part.to(wide))",
+        "total.index_copy_(0, rows, part.to(wide))",
+    ),
+)
+
 MUTANTS = (
+    *EXCHANGED,
     Mutant(
         "chunks-swapped",
         "a rank has the tail of its neighbour",
@@ -29,25 +62,11 @@ MUTANTS = (
         "runs.sequences, runs.rows, runs.rows + runs.stops - runs.starts, runs.rows",
     ),
     Mutant(
-        "halo-short",
-        "of the keys before a rank's chunk one too few is fetched",
-        _ASSIGNMENT,
-        "runs.starts - min(left, tokens)",
-        "runs.starts - min(left, tokens) + 1",
-    ),
-    Mutant(
         "halo-short-after",
         "of the keys behind a rank's chunk one too few is fetched",
         _ASSIGNMENT,
         "runs.stops + min(right, tokens)",
         "runs.stops + max(min(right, tokens) - 1, 0)",
-    ),
-    Mutant(
-        "keys-in-rank-order",
-        "gathered keys stay in the order of ranks",
-        _EXCHANGE,
-        "received.index_select(0, self._place)",
-        "received[: len(self._place)]",
     ),
     Mutant(
         "wrong-slot",
@@ -62,20 +81,6 @@ MUTANTS = (
         _EXCHANGE,
         "here.owners * self._most + here.rows",
         "here.owners * self._count + here.rows",
-    ),
-    Mutant(
-        "reduced-twice",
-        "gradients of keys and values are added twice",
-        _EXCHANGE,
-        "total.index_add_(0, rows, part.to(wide))",
-        "total.index_add_(0, rows, part.to(wide), alpha=2)",
-    ),
-    Mutant(
-        "not-reduced",
-        "the last rank's gradients of keys and values replace the others'",
-        _EXCHANGE,
-        "total.index_add_(0, rows, part.to(wide))",
-        "total.index_copy_(0, rows, part.to(wide))",
     ),
     Mutant(
         "home-in-token-order",

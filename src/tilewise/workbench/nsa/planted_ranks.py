@@ -3,12 +3,12 @@ in what gradients add up to.
 """
 
 from tilewise.verify.suite import Mutant
+from tilewise.workbench.flash.planted_ranks import EXCHANGED
 
-_ASSIGNMENT, _EXCHANGE, _CALLS, _BRANCHES = (
-    f"parallel.{name}" for name in ("assignment", "exchange", "calls", "nsa_branches")
-)
+_CALLS, _BRANCHES = "parallel.calls", "parallel.nsa_branches"
 
 MUTANTS = (
+    *EXCHANGED,
     Mutant(
         "own-position",
         "a rank's queries stand where its own tokens do",
@@ -52,13 +52,6 @@ MUTANTS = (
         "self.rows.count(here[0]), here[0].device)",
     ),
     Mutant(
-        "halo-short",
-        "of the keys before a rank's chunk one too few is fetched",
-        _ASSIGNMENT,
-        "runs.starts - min(left, tokens)",
-        "runs.starts - min(left, tokens) + 1",
-    ),
-    Mutant(
         "windows-of-own-keys",
         "windows that straddle ranks are compressed from the rank's own keys",
         _BRANCHES,
@@ -100,26 +93,5 @@ MUTANTS = (
         _BRANCHES,
         "problem.rows.add(dq, part.rows, of_q)",
         "problem.rows.put(dq, part.rows, of_q.to(dq.dtype))",
-    ),
-    Mutant(
-        "keys-in-rank-order",
-        "gathered keys stay in the order of ranks",
-        _EXCHANGE,
-        "received.index_select(0, self._place)",
-        "received[: len(self._place)]",
-    ),
-    Mutant(
-        "reduced-twice",
-        "gradients of keys and values are added twice",
-        _EXCHANGE,
-        "total.index_add_(0, rows, part.to(wide))",
-        "total.index_add_(0, rows, part.to(wide), alpha=2)",
-    ),
-    Mutant(
-        "not-reduced",
-        "the last rank's gradients of keys and values replace the others'",
-        _EXCHANGE,
-        "total.index_add_(0, rows, part.to(wide))",
-        "total.index_copy_(0, rows, part.to(wide))",
     ),
 )
