@@ -134,6 +134,9 @@ def tables(arguments: Arguments) -> dict[str, Table]:
     for value in tuple(arguments.values()):
         if hasattr(value, "_asdict"):
             arguments = {**value._asdict(), **arguments}
+    if hasattr(arguments.get("cu"), "_asdict"):
+        # Keys' offsets are the queries' where tables follow from them.
+        arguments = {**arguments, "cu": arguments["cu"].q}
     return {name: _read_later(make, arguments) for name, make in _TABLES.items() if arguments.get(name) is not None}
 
 
