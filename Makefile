@@ -13,7 +13,8 @@ PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 # Besides the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: help verify bench test test-all test-slow test-nightly test-tritons inspect docs lint types format clean
+.PHONY: help verify bench test test-all test-slow test-nightly test-tritons test-transformers
+.PHONY: inspect docs lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-all  make test with the tests marked slow"
 	@echo "make test-nightly  make test with every test there is"
 	@echo "make test-tritons  install Triton $(TRITONS), then with each compile every kernel and interpret every operator"
+	@echo "make test-transformers  install Hugging Face transformers in a folder of its own, then test its models"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
@@ -86,6 +88,14 @@ test-triton-%: $(VENV)/triton-%/.ready
 	@PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -c "import triton; assert triton.__version__ == '$*', triton.__version__"
 	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto tests/test_other_tritons.py tests/gluon \
 	  "tests/ops/flash/test_hopper_simulated.py::test_its_cases[packed-128]"
+
+# In a folder of its own: the other targets run without it.
+$(VENV)/transformers/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --constraint constraints.txt --target $(@D) transformers
+	@touch $@
+
+test-transformers: $(VENV)/transformers/.ready
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto -m transformers tests/integrations tests/test_documents.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check

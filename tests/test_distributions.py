@@ -68,7 +68,7 @@ def test_both_are_released_together():
 def test_make_installs_what_a_command_needs():
     """`verify` and `bench` the package with its tools; everything else, the framework and development's tools too."""
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"(?m)^\t.* pip install .*constraints\.txt.*$", makefile)
+    commands = re.findall(r"(?m)^\t.* pip install .*constraints\.txt --editable .*$", makefile)
     assert [command.partition("--editable ")[2] for command in commands] == [
         "'.[tools]'",
         "'.[dev]' --editable packages/mytorch",

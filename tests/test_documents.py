@@ -13,7 +13,7 @@ import pytest
 import mytorch
 import tilewise
 from tilewise import compat, interpreter, nn, parallel, trace, verify
-from tilewise.integrations import sdpa
+from tilewise.integrations import sdpa, transformers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -142,9 +142,14 @@ def test_code_fits_the_sites_column():
             assert [line for line in code.splitlines() if len(line) > 120] == [], path
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/decoding.md", "docs/compat.md"])
+MODELS = pytest.param("docs/integrations.md", marks=pytest.mark.transformers)
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/decoding.md", "docs/compat.md", MODELS])
 def test_a_pages_code_prints_what_it_shows(page):
     """Blocks of Python run one after another; each that prints has its output below."""
+    if page == "docs/integrations.md":
+        pytest.importorskip("transformers", reason="transformers is not installed: make test-transformers")
     space, printed = {}, []
     blocks = BLOCK.findall(read(page))
     for code in (text for kind, text in blocks if kind == "python"):
@@ -164,7 +169,7 @@ def test_what_is_quoted_is_there(path):
 
 
 TOOLS = (verify, trace, interpreter)
-MODULES = (tilewise, nn, parallel, compat, sdpa, *TOOLS, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
+MODULES = (tilewise, nn, parallel, compat, sdpa, transformers, *TOOLS, mytorch, mytorch.nn, mytorch.optim, mytorch.data)
 # Names for methods of Tensor, and classes of numbers that NumPy documents.
 NOT_SHOWN = {"mytorch": {"cat", "einsum", "stack", "bool_", "float16", "float32", "float64", "int64"}}
 

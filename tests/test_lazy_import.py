@@ -17,7 +17,10 @@ def run(code: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["tilewise", "tilewise.cli", "tilewise.workbench", "tilewise.interpreter"])
+@pytest.mark.parametrize(
+    "module",
+    ["tilewise", "tilewise.cli", "tilewise.workbench", "tilewise.interpreter", "tilewise.integrations.transformers"],
+)
 def test_importing_imports_neither_torch_nor_triton(module):
     assert run(f"import sys, {module}; print([m for m in ('torch', 'triton') if m in sys.modules])") == "[]"
 

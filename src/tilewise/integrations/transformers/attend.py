@@ -1,0 +1,130 @@
+"""The attention function that transformers' layers call, over `tilewise.flash_attention`."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tilewise.integrations.transformers.masks import INSTEAD, Mask, Rows
+from tilewise.integrations.transformers.refuse import Refuse
+from tilewise.ops.flash.api import flash_attention
+
+Tensor = torch.Tensor
+# What some layers pass that no kernel here takes, nor torch's sdpa where it is False.
+_NOT_TAKEN = {
+    "position_bias": ("a bias added to scores (position_bias, as T5 has)", True),
+    "block_indices": ("a choice of blocks (block_indices, as MiniMax-M3 has)", False),
+    "indices": ("a choice of keys (indices, as DeepSeek V3.2 has)", False),
+    "sinks": ("sinks by token (sinks)", False),
+    "cache": ("the paged cache of continuous batching (cache)", False),
+    "output_attentions": ("returning the weights (output_attentions)", False),
+}
+
+
+def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
+    """What AttentionInterface wants."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        mask: Mask | None = getattr(attention_mask, "tilewise_mask", None)
+        q_length, kv_length = query.shape[2], key.shape[2]
+        if mask is not None and (mask.q_length, mask.kv_length) != (q_length, kv_length):
+            raise ValueError(
+                f"the mask was made for {mask.q_length} queries and {mask.kv_length} keys, and layer"
+                f" {getattr(module, 'layer_idx', '')} has {q_length} and {kv_length}: {INSTEAD}"
+            )
+        # What sdpa would not see, or would drop.
+        lost = softcap is not None or s_aux is not None or (attention_mask is None and sliding_window is not None)
+        lost = lost or (cu_seq_lens_q is not None and (mask is None or mask.rows is None))
+        by_sdpa = mask is not None and mask.refused
+        if by_sdpa and lost:
+            refuse("such a mask with softcap, sinks or cu_seq_lens", 'use attn_implementation="eager"', sdpa=False)
+        if dropout > 0:
+            refuse(f"dropout ({dropout} in training)", "set attention_dropout to 0, or " + INSTEAD, sdpa=not lost)
+            by_sdpa = True
+        for name, (what, sdpa) in _NOT_TAKEN.items():
+            if given.get(name) is not None and given[name] is not False:
+                refuse(what, 'use attn_implementation="eager"', sdpa=sdpa and not lost)
+                by_sdpa = True
+        if attention_mask is not None and mask is None:
+            refuse("a mask of the caller's own, or one that a model or a hook has replaced", INSTEAD, sdpa=not lost)
+            by_sdpa = True
+        if by_sdpa:
+            whole = attention_mask if mask is None or mask.full is None else mask.full()
+            options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+            out: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, whole, **options, position_bias=given.get("position_bias")
+            )
+            return out
+        if mask is None:
+            mask = _by_module(module, q_length, kv_length, is_causal, sliding_window)
+        elif sliding_window is not None and kv_length > sliding_window and mask.window[0] != sliding_window - 1:
+            raise ValueError(
+                f"layer {getattr(module, 'layer_idx', '')} has sliding_window {sliding_window} and a mask with window"
+                f" {mask.window}: {INSTEAD}"
+            )
+        rows = mask.rows
+        if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+            if mask.lengths is not None or mask.leftpad is not None or (rows is not None and rows.k is not None):
+                raise ValueError("cu_seq_lens_q is given with padding or a static cache: leave one of the two out")
+            rows = Rows(None, None, cu_seq_lens_q, cu_seq_lens_k)
+        elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            raise ValueError("one of cu_seq_lens_q and cu_seq_lens_k is given: give both, or neither")
+        # [B, T, H, D]
+        q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, : mask.keys], value[:, :, : mask.keys]))
+        same: dict[str, Any] = {
+            "causal": mask.causal,
+            "window_size": mask.window,
+            "scale": scaling,
+            "softcap": softcap or 0.0,
+            "sinks": s_aux,
+        }
+        if rows is not None:
+            return _packed(q, k, v, rows, same), None
+        return cast(Tensor, flash_attention(q, k, v, seqused_k=mask.lengths, leftpad_k=mask.leftpad, **same)), None
+
+    return attend
+
+
+def _by_module(
+    module: torch.nn.Module, q_length: int, kv_length: int, is_causal: bool | None, sliding_window: int | None
+) -> Mask:
+    """Of a layer that has no mask, as vision towers do."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and q_length > 1
+    if causal and q_length != kv_length:
+        raise ValueError(
+            f"a causal layer has {q_length} queries, {kv_length} keys and no mask: where its queries stand is not said;"
+            f" {INSTEAD}"
+        )
+    before = -1 if sliding_window is None else sliding_window - 1
+    return Mask(q_length, kv_length, causal, (before, 0 if causal and before >= 0 else before), kv_length)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: dict[str, Any]) -> Tensor:
+    """Those rows alone, as sequences end to end; padding gets zeros."""
+    shape = *q.shape[:3], v.shape[-1]
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    if rows.k is not None:
+        k, v = k.index_select(0, rows.k), v.index_select(0, rows.k)
+    whole = len(q)
+    if rows.q is not None:
+        q = q.index_select(0, rows.q)
+    o = cast(Tensor, flash_attention(q, k, v, cu_seqlens_q=rows.cu_q, cu_seqlens_k=rows.cu_k, **options))
+    if rows.q is not None:
+        o = o.new_zeros(whole, *o.shape[1:]).index_copy(0, rows.q, o)
+    return o.view(shape)
