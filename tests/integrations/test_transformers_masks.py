@@ -1,0 +1,79 @@
+"""What is read off a mask against the whole mask that transformers makes of it."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.transformers
+pytest.importorskip("transformers", reason="transformers is not installed: make test-transformers")
+
+from transformers import masking_utils as made  # noqa: E402
+
+from tilewise.integrations.transformers.attend import attention  # noqa: E402
+from tilewise.integrations.transformers.masks import mask  # noqa: E402
+from tilewise.integrations.transformers.refuse import Refuse  # noqa: E402
+
+REFUSE = Refuse(fall_back=False)
+CAUSAL, WINDOW = made.causal_mask_function, made.sliding_window_causal_mask_function(5)
+BOTH, NEAR = made.bidirectional_mask_function, made.sliding_window_bidirectional_mask_function(3)
+SEQUENCES = torch.tensor([[0] * 4 + [1] * 7, [0] + [1] * 8 + [2] * 2])
+POSITIONS = torch.tensor([[*range(4), *range(7)], [0, *range(8), *range(2)]])
+# Of three rows of 19 slots: padding on the left, on the right, and nothing but padding.
+KEEP = torch.tensor([[0] * 7 + [1] * 12, [1] * 15 + [0] * 4, [0] * 19]).bool()
+
+
+def packed(function):
+    return made.packed_sequence_compatibility_function(function, POSITIONS, SEQUENCES)
+
+
+CASES = {
+    "causal": (CAUSAL, 11, 11, 0, 0, None),
+    "both sides": (BOTH, 11, 11, 0, 0, None),
+    "other keys": (BOTH, 7, 19, 0, 0, KEEP),
+    "window": (WINDOW, 11, 11, 0, 0, None),
+    "near": (NEAR, 19, 19, 0, 0, KEEP),
+    "padded": (CAUSAL, 19, 19, 0, 0, KEEP),
+    "padded window": (WINDOW, 19, 19, 0, 0, KEEP),
+    "several tokens": (CAUSAL, 4, 19, 15, 0, KEEP),
+    "several tokens, window": (WINDOW, 4, 19, 15, 0, KEEP),
+    "static": (CAUSAL, 4, 30, 15, 0, KEEP),
+    "static, length on the device": (WINDOW, 4, 30, torch.tensor(15), 0, KEEP[:1]),
+    "static, first tokens": (CAUSAL, 19, 30, 0, 0, KEEP),
+    "cache that slides": (WINDOW, 3, 7, 16, 12, KEEP[:1]),
+    "cache that slides, one token": (WINDOW, 1, 5, 18, 14, KEEP[:1]),
+    "packed": (packed(CAUSAL), 11, 11, 0, 0, None),
+    "packed windows": (packed(WINDOW), 11, 11, 0, 0, None),
+    "packed, both sides": (packed(NEAR), 11, 11, 0, 0, None),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_whole_mask(name, training):
+    function, q_length, kv_length, q_offset, kv_offset, keep = CASES[name]
+    batch = 2 if keep is None else len(keep)
+    where = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    where |= {"batch_size": batch, "mask_function": function, "attention_mask": keep}
+    random = torch.Generator().manual_seed(5)
+    # Views of [B, T, H, D], as models pass them.
+    q, k, v = (
+        torch.randn(batch, length, heads, 8, generator=random).transpose(1, 2).requires_grad_(training)
+        for length, heads in ((q_length, 4), (kv_length, 2), (kv_length, 2))
+    )
+    whole = made.sdpa_mask(**where, allow_is_causal_skip=False)
+    # Rows that see something, of queries that are no padding.
+    real = whole.any(-1)[:, 0]
+    if keep is not None and function is not BOTH:
+        slots = torch.arange(q_length) + q_offset
+        real &= torch.nn.functional.pad(keep, (0, 30))[:, slots]
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*exact_inputs, attn_mask=whole, enable_gqa=True)
+    exact = exact.transpose(1, 2)[real]
+    with torch.set_grad_enabled(training):
+        o, _ = attention(REFUSE)(torch.nn.Module(), q, k, v, mask(REFUSE)(**where, config=None, dtype=q.dtype))
+    assert o.is_contiguous()
+    torch.testing.assert_close(o[real].double(), exact, rtol=1e-5, atol=1e-5)
+    if training:
+        do = torch.randn(exact.shape, generator=random)
+        gradients = torch.autograd.grad(o[real], (q, k, v), do)
+        for got, expected in zip(gradients, torch.autograd.grad(exact, exact_inputs, do.double()), strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
