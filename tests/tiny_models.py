@@ -48,6 +48,14 @@ MODELS = {
         | EXPERTS
         | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
+    # Every second layer attends to two blocks of four tokens.
+    "minimax-m3": (
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        DECODER
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2}
+        | {"index_n_heads": 2, "index_head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "modernbert": (
         "ModernBertForMaskedLM",
@@ -56,7 +64,8 @@ MODELS = {
     ),
 }
 ENCODERS = ("bert", "modernbert")
-DECODERS = [name for name in MODELS if name not in ENCODERS]
+SPARSE = "minimax-m3"
+DECODERS = [name for name in MODELS if name not in (*ENCODERS, SPARSE)]
 LENGTH = 23
 IDS = torch.randint(1, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 LEFT = torch.ones_like(IDS)

@@ -13,13 +13,13 @@ from tiny_models import (  # noqa: E402
     BY_OFFSETS,
     DECODER,
     DECODERS,
-    EXPERTS,
+    ENCODERS,
     IDS,
-    LATENT,
     LEFT,
     LENGTH,
     MODELS,
     PACKED,
+    SPARSE,
     STARTS,
     build,
     failures,
@@ -39,7 +39,7 @@ def registered():
 
 
 @pytest.mark.parametrize("kind", ["dense", "left", "right"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_logits_and_gradients(name, kind):
     assert failures(name, kind) == []
 
@@ -194,33 +194,37 @@ def test_dropout_in_training():
         assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
-SPARSE = {
-    "MiniMaxM3VL": (
-        "MiniMaxM3VLForCausalLM",
-        "MiniMaxM3VLTextConfig",
-        DECODER
-        | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2}
-        | {"index_n_heads": 2, "index_head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-    "DeepseekV32": (
-        "DeepseekV32ForCausalLM",
-        "DeepseekV32Config",
-        MODELS["deepseek-v3"][2] | LATENT | EXPERTS | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
-    ),
-}
+def test_a_choice_of_blocks():
+    assert failures(SPARSE, "dense") == []
+
+
+def sparse_over_a_cache():
+    generated(SPARSE, "tilewise", rows=slice(1, 2))
+
+
+def sparse_with_padding():
+    run(tiny(SPARSE), "tilewise", {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False})
+
+
+def sparse_by_tokens():
+    options = MODELS["deepseek-v3"][2] | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+    run(build("DeepseekV32ForCausalLM", "DeepseekV32Config", options), "tilewise", {"input_ids": IDS})
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("MiniMaxM3VL", r"a choice of blocks \(block_indices"), ("DeepseekV32", r"choice of keys \(ind")]
+    ("sparse", "said"),
+    [
+        (sparse_over_a_cache, r"a choice of blocks \(block_indices\) over a cache, or with padding"),
+        (sparse_with_padding, r"a choice of blocks \(block_indices\) over a cache, or with padding"),
+        (sparse_by_tokens, r"a choice of keys \(indices"),
+    ],
 )
 @pytest.mark.parametrize("unsupported", ["raise", "sdpa"])
-def test_indices_of_sparse_models(name, said, unsupported):
+def test_what_sparse_models_choose_is_never_dropped(sparse, said, unsupported):
     """sdpa would attend to all keys: it must not take them."""
     register(unsupported=unsupported)
-    model = build(*SPARSE[name])
-    model.set_attn_implementation("tilewise")
     with pytest.raises(NotImplementedError, match=said):
-        model(IDS)
+        sparse()
 
 
 def test_weights_to_return():

@@ -77,3 +77,59 @@ def test_it_is_the_whole_mask(name, training):
         gradients = torch.autograd.grad(o[real], (q, k, v), do)
         for got, expected in zip(gradients, torch.autograd.grad(exact, exact_inputs, do.double()), strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def attend(length=4, kv_length=4, is_causal=None, mask_of=None, **given):
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (length, kv_length, kv_length))
+    if mask_of is not None:
+        given["attention_mask"] = mask(REFUSE)(batch_size=1, mask_function=CAUSAL, **mask_of)
+    return attention(REFUSE)(
+        torch.nn.Module(), q, k, v, given.pop("attention_mask", None), is_causal=is_causal, **given
+    )
+
+
+OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mask_of": {"q_length": 4, "kv_length": 5}}, "the mask was made for 4 queries and 5 keys, and layer . has 4"),
+        ({"mask_of": {"q_length": 4, "kv_length": 4}, "sliding_window": 3}, r"has sliding_window 3 and a mask with"),
+        ({"kv_length": 9, "is_causal": True}, "a causal layer has 4 queries, 9 keys and no mask"),
+        ({"cu_seq_lens_q": OFFSETS}, "one of cu_seq_lens_q and cu_seq_lens_k is given: give both, or neither"),
+        (
+            {
+                "mask_of": {"q_length": 4, "kv_length": 4, "attention_mask": torch.tensor([[True, True, True, False]])},
+                "cu_seq_lens_q": OFFSETS,
+                "cu_seq_lens_k": OFFSETS,
+            },
+            "cu_seq_lens_q is given with padding or a static cache",
+        ),
+    ],
+)
+def test_what_contradicts_itself_raises(given, said):
+    with pytest.raises(ValueError, match=said):
+        attend(**given)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_layer_without_a_mask(is_causal):
+    """As vision towers have them."""
+    q, k, v = torch.randn(3, 1, 2, 11, 8)
+    ours, _ = attention(REFUSE)(torch.nn.Module(), q, k, v, None, is_causal=is_causal, sliding_window=4)
+    distance = torch.arange(11)[:, None] - torch.arange(11)
+    seen = (distance < 4) & (distance >= 0 if is_causal else distance > -4)
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=seen)
+    torch.testing.assert_close(ours.double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_function_of_the_callers_own_is_named():
+    def own(batch, head, q, kv):
+        return q >= kv
+
+    where = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    with pytest.raises(NotImplementedError, match=r"a mask of mask function .*\.own: use attn_implementation"):
+        mask(REFUSE)(**where, mask_function=made.and_masks(CAUSAL, own))
+    with pytest.raises(NotImplementedError, match="positions of the caller's own"):
+        mask(REFUSE)(**where, mask_function=made.remap_positions_for_packed_sequence(CAUSAL, POSITIONS))

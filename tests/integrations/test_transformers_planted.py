@@ -6,11 +6,16 @@ import torch
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="transformers is not installed: make test-transformers")
 
-from tiny_models import failures, generated  # noqa: E402
+from tiny_models import SPARSE, failures, generated  # noqa: E402
 
 from tilewise.integrations.transformers import attend, masks, register  # noqa: E402
 
-real = {"flash_attention": attend.flash_attention, "_placed": masks._placed, "_packed": masks._packed}
+real = {
+    "flash_attention": attend.flash_attention,
+    "selected_attention": attend.selected_attention,
+    "_placed": masks._placed,
+    "_packed": masks._packed,
+}
 STATIC = {"cache_implementation": "static"}
 
 
@@ -49,6 +54,15 @@ def rows(change):
         return (found if found.rows is None else found._replace(rows=change(found.rows))), wrong
 
     return {"_placed": bug}
+
+
+def chosen(choose=lambda x: x, **changed):
+    """selected_attention with another choice of blocks."""
+
+    def bug(q, k, v, indices, **given):
+        return real["selected_attention"](q, k, v, choose(indices), **given | changed)
+
+    return {"selected_attention": bug}
 
 
 def wider(window):
@@ -92,6 +106,9 @@ BUGS = {
     "a cache that never ends": (call(seqused_k=lambda _: None), generates("llama", **STATIC)),
     "packed sequences that see each other": ({"_packed": crossed}, trains("llama", "packed")),
     "packed sequences that begin one late": ({"_packed": late}, trains("gemma2", "packed")),
+    "blocks of half the size": (chosen(block_size=2), trains(SPARSE, "dense")),
+    "blocks of the other KV head": (chosen(choose=lambda x: x.roll(1, 2)), trains(SPARSE, "dense")),
+    "the last block of a choice left out": (chosen(choose=lambda x: x[..., :-1]), trains(SPARSE, "dense")),
     "rows put back one late": (rows(lambda x: x._replace(q=x.q.roll(1))), trains("llama", "left")),
     "keys of the other entry": (rows(lambda x: x._replace(k=x.k.flip(0))), trains("mistral", "right")),
 }
@@ -106,5 +123,5 @@ def registered():
 def test_a_planted_bug_is_caught(name, monkeypatch):
     changed, passes = BUGS[name]
     for part, bug in changed.items():
-        monkeypatch.setattr(attend if part == "flash_attention" else masks, part, bug)
+        monkeypatch.setattr(masks if part.startswith("_") else attend, part, bug)
     assert not passes()

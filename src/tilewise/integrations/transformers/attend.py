@@ -1,4 +1,4 @@
-"""The attention function that transformers' layers call, over `tilewise.flash_attention`."""
+"""The attention function that transformers' layers call, over `flash_attention` and `selected_attention`."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,12 +9,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tilewise.integrations.transformers.masks import INSTEAD, Mask, Rows
 from tilewise.integrations.transformers.refuse import Refuse
 from tilewise.ops.flash.api import flash_attention
+from tilewise.ops.nsa.steps import selected_attention
 
 Tensor = torch.Tensor
 # What some layers pass that no kernel here takes, nor torch's sdpa where it is False.
 _NOT_TAKEN = {
     "position_bias": ("a bias added to scores (position_bias, as T5 has)", True),
-    "block_indices": ("a choice of blocks (block_indices, as MiniMax-M3 has)", False),
     "indices": ("a choice of keys (indices, as DeepSeek V3.2 has)", False),
     "sinks": ("sinks by token (sinks)", False),
     "cache": ("the paged cache of continuous batching (cache)", False),
@@ -39,21 +39,32 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        block_indices: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
         mask: Mask | None = getattr(attention_mask, "tilewise_mask", None)
         q_length, kv_length = query.shape[2], key.shape[2]
+        layer = getattr(module, "layer_idx", "?")
         if mask is not None and (mask.q_length, mask.kv_length) != (q_length, kv_length):
             raise ValueError(
                 f"the mask was made for {mask.q_length} queries and {mask.kv_length} keys, and layer"
-                f" {getattr(module, 'layer_idx', '')} has {q_length} and {kv_length}: {INSTEAD}"
+                f" {layer} has {q_length} and {kv_length}: {INSTEAD}"
             )
         # What sdpa would not see, or would drop.
-        lost = softcap is not None or s_aux is not None or (attention_mask is None and sliding_window is not None)
+        lost = (
+            block_indices is not None
+            or softcap is not None
+            or s_aux is not None
+            or (attention_mask is None and sliding_window is not None)
+        )
         lost = lost or (cu_seq_lens_q is not None and (mask is None or mask.rows is None))
         by_sdpa = mask is not None and mask.refused
         if by_sdpa and lost:
-            refuse("such a mask with softcap, sinks or cu_seq_lens", 'use attn_implementation="eager"', sdpa=False)
+            refuse(
+                "such a mask with softcap, sinks, cu_seq_lens or block_indices",
+                'use attn_implementation="eager"',
+                sdpa=False,
+            )
         if dropout > 0:
             refuse(f"dropout ({dropout} in training)", "set attention_dropout to 0, or " + INSTEAD, sdpa=not lost)
             by_sdpa = True
@@ -75,8 +86,7 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
             mask = _by_module(module, q_length, kv_length, is_causal, sliding_window)
         elif sliding_window is not None and kv_length > sliding_window and mask.window[0] != sliding_window - 1:
             raise ValueError(
-                f"layer {getattr(module, 'layer_idx', '')} has sliding_window {sliding_window} and a mask with window"
-                f" {mask.window}: {INSTEAD}"
+                f"layer {layer} has sliding_window {sliding_window} and a mask with window {mask.window}: {INSTEAD}"
             )
         rows = mask.rows
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -94,6 +104,17 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
             "softcap": softcap or 0.0,
             "sinks": s_aux,
         }
+        if block_indices is not None:
+            plain = Mask(q_length, q_length, True, (-1, -1), q_length, full=mask.full)
+            if mask != plain or rows is not None or softcap is not None or s_aux is not None:
+                refuse(
+                    "a choice of blocks (block_indices) over a cache, or with padding or packed sequences",
+                    'train and prefill with sequences of one length, or use attn_implementation="eager"',
+                    sdpa=False,
+                )
+            # One choice for each KV head, [B, Hk, T, S].
+            chosen, block_size = block_indices.transpose(1, 2), cast(Any, module).config.index_block_size
+            return cast(Tensor, selected_attention(q, k, v, chosen, block_size=block_size, scale=scaling)), None
         if rows is not None:
             return _packed(q, k, v, rows, same), None
         return cast(Tensor, flash_attention(q, k, v, seqused_k=mask.lengths, leftpad_k=mask.leftpad, **same)), None
