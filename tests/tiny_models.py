@@ -153,10 +153,11 @@ def failures(name, kind, dtype=torch.float32):
     return lost + [line for one in found if not one.passed for line in one.lines()]
 
 
-def generated(name, implementation, rows=slice(None), **options):
-    """Twelve more tokens of the batch that is padded on the left, or of some of its rows."""
+def generated(name, implementation, rows=slice(None), prompt=LENGTH, **options):
+    """Twelve more tokens of the batch that is padded on the left, of some of its rows or the end of its prompts."""
     model = tiny(name)
     model.set_attn_implementation(implementation)
     torch.manual_seed(3)
     options = {"do_sample": False, "max_new_tokens": 12} | options
-    return model.generate(IDS[rows], attention_mask=LEFT[rows], **options)[:, LENGTH:]
+    ids, mask = IDS[rows, -prompt:], LEFT[rows, -prompt:]
+    return model.generate(ids, attention_mask=mask, **options)[:, prompt:]

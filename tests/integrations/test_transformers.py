@@ -93,16 +93,35 @@ def test_generates_with_an_assistant():
     assert generated("gemma2", "tilewise", **options).tolist() == generated("gemma2", "eager", **options).tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_compiled_decode_has_no_graph_breaks(name):
-    compiled = transformers.CompileConfig(backend="eager", fullgraph=True)
-    compiled._compile_all_devices = True
-    static = {"cache_implementation": "static"}
+def compiled(name, implementation, **options):
+    """Tokens of a static cache by one graph, and how many of it there were."""
+    graphs = torch._dynamo.utils.counters["stats"]
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    got = generated(name, "tilewise", compile_config=compiled, **static)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (1, 2)
-    assert got.tolist() == generated(name, "tilewise", **static).tolist()
+    graphs.clear()
+    how = transformers.CompileConfig(backend="eager", fullgraph=True)
+    how._compile_all_devices = True
+    tokens = generated(name, implementation, cache_implementation="static", compile_config=how, **options)
+    return tokens.tolist(), graphs["unique_graphs"]
+
+
+# A prompt that fills the window of gemma2, and one that does not.
+@pytest.mark.parametrize("prompt", [LENGTH, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_compiled_decode_has_no_graph_breaks_and_compiles_no_more_than_eager(name, prompt):
+    tokens, graphs = compiled(name, "tilewise", prompt=prompt)
+    expected, allowed = compiled(name, "eager", prompt=prompt)
+    assert tokens == expected
+    assert 0 < graphs <= allowed
+
+
+def test_a_compiled_model():
+    model = tiny("gemma2")
+    model.set_attn_implementation("tilewise")
+    torch._dynamo.reset()
+    inputs = {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False}
+    expected = run(model, "tilewise", inputs)
+    got = torch.compile(model, backend="eager")(**inputs).logits[LEFT.bool()]
+    torch.testing.assert_close(got, expected["logits"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
