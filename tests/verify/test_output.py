@@ -28,9 +28,12 @@ class Terminal:
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
         environment.pop("NO_COLOR", None)
+        # Tests that run in the background ignore Ctrl-C, and a program would inherit that.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             words, stdin=child, stdout=child, stderr=child, env=environment, start_new_session=True
         )
+        signal.signal(signal.SIGINT, before)
         os.close(child)
         self._parent, self.written = parent, b""
 
