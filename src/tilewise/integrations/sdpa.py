@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.library import Library
+from torch import library
 from torch.nn import attention
 
 from tilewise.ops._host import checks
@@ -71,7 +71,7 @@ class Installed:
     """The operators, as long as it lives and is not removed; on a dispatch key that torch knows."""
 
     def __init__(self, key: str = "CUDA") -> None:
-        self._library: Library | None = Library("aten", "IMPL", key)
+        self._library: library.Library | None = library.Library("aten", "IMPL", key)
         for name, function in _OPERATORS.items():
             self._library.impl(name, function, key)
 
