@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gluon_language_cases
+import gluon_newer_cases
 import numpy as np
 import torch
 import triton
@@ -284,7 +285,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "warpgroup_mma bf16", Case(_product("shared", BF16))
     yield "fence_async_shared", Case(_fences)
     yield "warp_specialize", Case(_small(specialized_kernel, "all"))
-    for name, run in gluon_language_cases.cases():
+    for name, run in (*gluon_language_cases.cases(), *gluon_newer_cases.cases()):
         yield name, Case(run)
 
 

@@ -204,6 +204,17 @@ if hasattr(hopper_tma, "async_load_im2col"):
         """What is expected of them is in the tutorial."""
         getattr(im2col, f"run_tma_im2col_{name}")()
 
+    @pytest.mark.parametrize(
+        ("coord", "offsets", "says"),
+        [
+            ([0, 0, 0, 0], [0, -1], r"offsets \[0, -1\]: expected 2 from 0 to 255"),
+            ([0, -2, 0, 0], [0, 0], r"from \[-2, 0\] on: expected a place from \[-1, -1\] to \[2, 2\]"),
+        ],
+    )
+    def test_places_that_no_window_has(coord, offsets, says):
+        with pytest.raises(KernelFaultError, match=f"coordinates: a copy in im2col mode .*{says}"):
+            im2col.run_tma_im2col("", [-1, -1], [-1, -1], coord, offsets)
+
     @gluon.jit
     def awaited_mma(a, b, acc, is_async, use_acc):
         return hopper.warpgroup_mma(a, b, acc, use_acc=use_acc)

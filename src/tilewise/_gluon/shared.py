@@ -19,6 +19,8 @@ from tilewise._gluon.watching import View, show_read
 
 # What TMA's last coordinate must be a multiple of.
 COORDINATE_BYTES = 16
+# Bits of a copy's offsets in im2col mode, by the axes that they move it along.
+OFFSET_BITS = {1: 16, 2: 8, 3: 5}
 # Rows that a swizzled tile needs: its pattern repeats after so many.
 SWIZZLED_ROWS = 8
 # Triton has that from 3.9 on.
@@ -180,7 +182,9 @@ class Shared(View):
         ask("scatter to shared memory", self.kind, tile_type(values), tile_type(indices), number)
         agent = current()
         agent.stored += [part.check_write(agent.number, agent.time) for part in self.parts]
-        self.data.scatter_(number, places, plain(values))
+        # Triton has broadcast them since 3.9, and refused other shapes before.
+        places, data = torch.broadcast_tensors(places, plain(values))
+        self.data.scatter_(number, places, data)
 
     def _places(self, indices: Any, axis: Any) -> tuple[torch.Tensor, int]:
         places, number = plain(indices).long(), operator.index(axis)
@@ -268,12 +272,23 @@ class Im2Col(Descriptor):
         self._first = list(x.pixel_box_lower_corner)
         self._last = [n - 1 + m for n, m in zip(self.shape[1:-1], x.pixel_box_upper_corner, strict=True)]
 
+    def _check_window(self, place: list[int], offsets: list[int]) -> None:
+        """What PTX asks for: it says nothing of what else would be copied."""
+        most = 2 ** OFFSET_BITS[len(place)] - 1
+        if len(offsets) != len(place) or not all(0 <= n <= most for n in offsets):
+            message = f"a copy in im2col mode with offsets {offsets}: expected {len(place)} from 0 to {most}"
+            raise KernelFaultError("coordinates", message, executed())
+        if not all(a <= n <= b for a, n, b in zip(self._first, place, self._last, strict=True)):
+            message = f"a copy in im2col mode from {place} on: expected a place from {self._first} to {self._last}"
+            raise KernelFaultError("coordinates", message, executed())
+
     def places(self, coord: Any, offsets: Any) -> tuple[Region, torch.Tensor]:
         """From a place on, image after image, each moved by `offsets`: what lies inside of the tensor, and which part
         of the tile that is.
         """
         image, *place, channel = self._coordinates(coord)
         moved = [operator.index(n) for n in offsets]
+        self._check_window(place, moved)
         rows, columns = self.block_shape
         found = []
         for _ in range(rows):
