@@ -12,6 +12,8 @@ READY := $(VENV)/.ready
 PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 # Besides the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
+# The oldest Hugging Face transformers that the package takes, and the newest that was tried.
+TRANSFORMERS := 5.17.0 5.23.0
 
 .PHONY: help verify bench test test-all test-slow test-nightly test-tritons test-transformers
 .PHONY: inspect docs lint types format clean
@@ -24,7 +26,7 @@ help:
 	@echo "make test-all  make test with the tests marked slow"
 	@echo "make test-nightly  make test with every test there is"
 	@echo "make test-tritons  install Triton $(TRITONS), then with each compile every kernel and interpret every operator"
-	@echo "make test-transformers  install Hugging Face transformers in a folder of its own, then test its models"
+	@echo "make test-transformers  install Hugging Face transformers $(TRANSFORMERS), then with each test its models"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
 	@echo "make format    format the sources"
@@ -90,12 +92,17 @@ test-triton-%: $(VENV)/triton-%/.ready
 	  "tests/ops/flash/test_hopper_simulated.py::test_its_cases[packed-128]"
 
 # In a folder of its own: the other targets run without it.
-$(VENV)/transformers/.ready: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile --upgrade --constraint constraints.txt --target $(@D) transformers
+$(VENV)/transformers-%/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(@D) transformers==$*
 	@touch $@
 
-test-transformers: $(VENV)/transformers/.ready
-	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto -m transformers tests/integrations tests/test_documents.py
+.PRECIOUS: $(VENV)/transformers-%/.ready
+
+test-transformers: $(TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%: $(VENV)/transformers-%/.ready
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto -m transformers tests/integrations \
+	  tests/benchmarks/test_scripts.py tests/test_documents.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check

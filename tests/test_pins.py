@@ -105,9 +105,18 @@ def test_doctor_asks_for_what_the_package_requires():
     assert asked == {name: at_least(name) for name in ("torch", "triton")}
 
 
+def tried(name: str) -> list[Version]:
+    """What the Makefile lists, the oldest first."""
+    (line,) = re.findall(rf"(?m)^{name} := (.*)$", (ROOT / "Makefile").read_text())
+    return sorted(map(Version, line.split()))
+
+
+def test_make_tries_the_oldest_transformers():
+    assert tried("TRANSFORMERS")[0] == at_least("transformers")
+
+
 def test_make_tries_the_oldest_and_the_newest_triton():
-    (line,) = re.findall(r"(?m)^TRITONS := (.*)$", (ROOT / "Makefile").read_text())
-    releases = sorted(map(Version, line.split()))
+    releases = tried("TRITONS")
     assert releases[0] == at_least("triton")
     assert releases[-1] >= max(Version(next(iter(SpecifierSet(wanted))).version) for wanted in TABLE.values())
     assert releases[0] < PINS["triton"] < releases[-1]

@@ -102,6 +102,7 @@ def everything_in_fp64():
     """Models take their norms and softmax to fp32 by name: a truth needs them in fp64 too."""
     with (
         mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         yield

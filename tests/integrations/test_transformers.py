@@ -89,7 +89,7 @@ def test_other_ways_to_generate(name, options):
 
 
 def test_generates_with_an_assistant():
-    options = {"rows": slice(1, 2), "assistant_model": tiny("mistral")}
+    options = {"rows": slice(1, 2), "assistant_model": tiny("llama")}
     assert generated("gemma2", "tilewise", **options).tolist() == generated("gemma2", "eager", **options).tolist()
 
 
@@ -169,6 +169,13 @@ def t5():
     return model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :9]}
 
 
+def switch(model, implementation):
+    """Each of its models by itself: older versions of transformers leave T5's stacks out."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(implementation)
+
+
 def own_mask():
     mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -1e30)
     return tiny("llama"), {"input_ids": IDS, "attention_mask": mask}
@@ -185,10 +192,10 @@ def own_mask():
 )
 def test_what_is_refused_is_named_or_left_to_sdpa(made, named):
     model, inputs = made()
-    model.set_attn_implementation("eager")
+    switch(model, "eager")
     with torch.no_grad():
         expected = model(**inputs).logits
-        model.set_attn_implementation("tilewise")
+        switch(model, "tilewise")
         with pytest.raises(NotImplementedError) as refused:
             model(**inputs)
         assert named in str(refused.value)
@@ -256,7 +263,7 @@ def test_a_wrong_choice_and_an_old_transformers_are_named(monkeypatch):
     with pytest.raises(ValueError, match="unsupported is 'warn': expected 'raise' or 'sdpa'"):
         register(unsupported="warn")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.9.1")
-    with pytest.raises(ImportError, match=r"transformers is 5.9.1: expected 5.23 or newer"):
+    with pytest.raises(ImportError, match=r"transformers is 5.9.1: expected 5.17 or newer"):
         register()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install 'tilewise\\[transformers\\]'"):

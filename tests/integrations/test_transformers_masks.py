@@ -21,8 +21,14 @@ POSITIONS = torch.tensor([[*range(4), *range(7)], [0, *range(8), *range(2)]])
 KEEP = torch.tensor([[0] * 7 + [1] * 12, [1] * 15 + [0] * 4, [0] * 19]).bool()
 
 
+# Before transformers 5.23 indices were positions.
+REMAPS = hasattr(made, "remap_positions_for_packed_sequence")
+
+
 def packed(function):
-    return made.packed_sequence_compatibility_function(function, POSITIONS, SEQUENCES)
+    if REMAPS:
+        return made.packed_sequence_compatibility_function(function, POSITIONS, SEQUENCES)
+    return made.and_masks(function, made.packed_sequence_mask_function(SEQUENCES))
 
 
 CASES = {
@@ -131,5 +137,10 @@ def test_a_mask_function_of_the_callers_own_is_named():
     where = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     with pytest.raises(NotImplementedError, match=r"a mask of mask function .*\.own: use attn_implementation"):
         mask(REFUSE)(**where, mask_function=made.and_masks(CAUSAL, own))
+
+
+@pytest.mark.skipif(not REMAPS, reason="this transformers does not remap positions")
+def test_positions_of_the_callers_own_are_named():
+    where = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     with pytest.raises(NotImplementedError, match="positions of the caller's own"):
         mask(REFUSE)(**where, mask_function=made.remap_positions_for_packed_sequence(CAUSAL, POSITIONS))
