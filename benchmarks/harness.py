@@ -5,14 +5,18 @@ Times are taken by tilewise.bench.timing, documents are those of tilewise.bench.
 
 import argparse
 import importlib.util
+import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from table import lines
 
 TIMER = Path(__file__).resolve().parents[1] / "src" / "tilewise" / "bench" / "timing.py"
+# How often `medians` runs a call before it counts, and then.
+SLOW_WARM_UP, SLOW_RUNS = 2, 5
 
 
 def where_to_save(about: str | None) -> Path | None:
@@ -42,6 +46,14 @@ def pin_timer() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+
+
+def medians(clock: Any, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of calls that may take seconds, the calls taking turns: fewer runs than those of `take_turns`."""
+    for call in calls.values():
+        clock.run([call], SLOW_WARM_UP)
+    turns = [{name: clock.run([call], 1)[0] for name, call in calls.items()} for _ in range(SLOW_RUNS)]
+    return {name: round(statistics.median(turn[name] for turn in turns), 3) for name in calls}
 
 
 class Run:

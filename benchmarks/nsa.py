@@ -37,16 +37,16 @@ def tensors(tokens: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]
     )
 
 
-def pattern(tokens: int, key_heads: int, kind: str) -> torch.Tensor:
+def pattern(tokens: int, key_heads: int, kind: str, block: int = BLOCK) -> torch.Tensor:
     """Blocks as tokens might choose them: `random`, each on its own; `smooth`, neighbours alike (they share three in
     four), as trained models do.
 
     The first block and the token's own are always among them.
     """
     generator = torch.Generator("cuda").manual_seed(0)
-    blocks, knot = tokens // BLOCK, 64
+    blocks, knot = tokens // block, 64
     token = torch.arange(tokens, device="cuda")
-    own = token // BLOCK
+    own = token // block
     chosen = []
     for _ in range(key_heads):
         if kind == "random":

@@ -19,7 +19,9 @@ README_CASES = (
     "B 4, T 4096, H 16, D 192",
 )
 README_COLUMNS = {"tilewise": "tilewise", "cudnn": "cuDNN", "flash-attn-4": "FlashAttention-4"}
-UNITS = ("milliseconds", "graph_milliseconds", "microseconds", "seconds", "mebibytes")
+UNITS = (
+    "milliseconds", "graph_milliseconds", "microseconds", "seconds", "mebibytes", "tokens_per_second", "speedup",
+)  # fmt: skip
 
 
 def figures(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:

@@ -12,11 +12,14 @@ import flash
 import flash_layouts
 import harness
 import hstu
+import minimax
+import nsa
 import nsa_decode
 import pytest
 import step_bits
 import table
 import torch
+import training_step
 from fake_flash_attn import fake_flash_attn, no_flash_attn  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
@@ -53,7 +56,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
     monkeypatch.setattr(harness, "need_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for script in (decode, nsa_decode, flash, flash_layouts, hstu):
+    for script in (decode, nsa_decode, flash, flash_layouts, hstu, minimax, training_step):
         monkeypatch.setattr(script, "Clock", lambda device: Clock(torch.device("cpu")))
         if hasattr(script, "take_turns"):
             brief = script.take_turns
@@ -144,6 +147,42 @@ def test_flash_beside_flash_attention_4(monkeypatch, tmp_path, capsys):
     }
     header = table.flash_lines(document)[0]
     assert re.search(r"forward TFLOP/s .*\| × FA-4 \| backward TFLOP/s .*\| × FA-4 \| × FA-4 fixed \|$", header)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_minimax(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(minimax, "LENGTHS", (64,))
+    monkeypatch.setattr(minimax, "CHANNELS", 8)
+    monkeypatch.setattr(minimax, "BLOCK", 4)
+    monkeypatch.setattr(minimax, "DENSE", {"fa2": minimax.SDPBackend.MATH})
+    monkeypatch.setattr(nsa.torch, "Generator", lambda device, made=torch.Generator: made())
+    forward, backward = run(minimax, monkeypatch, tmp_path, capsys)["rows"]
+    assert list(forward["milliseconds"]) == list(backward["milliseconds"]) == [*minimax.KINDS, "tilewise dense", "fa2"]
+    assert [list(row["speedup"]) for row in (forward, backward)] == [list(minimax.KINDS)] * 2
+
+
+@pytest.mark.transformers
+@pytest.mark.usefixtures("on_the_cpu")
+def test_training_step(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed: make test-transformers")
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    monkeypatch.setattr(training_step, "SHAPE", sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr(training_step, "CASES", ((40, False), (40, True)))
+    monkeypatch.setattr(training_step, "PIECE", 16)
+    monkeypatch.setattr(training_step, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    step = training_step.Training.step
+
+    def too_large(self, name):
+        if name == "eager":
+            raise torch.OutOfMemoryError
+        step(self, name)
+
+    monkeypatch.setattr(training_step.Training, "step", too_large)
+    for row in run(training_step, monkeypatch, tmp_path, capsys)["rows"]:
+        assert list(row["milliseconds"]) == ["tilewise", "sdpa"]
+        assert row["cannot_run"]["eager"] == "out of memory"
+        assert "No viable backend" in row["cannot_run"]["sdpa cudnn"]
 
 
 @pytest.mark.slow
