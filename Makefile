@@ -102,7 +102,7 @@ test-transformers: $(TRANSFORMERS:%=test-transformers-%)
 
 test-transformers-%: $(VENV)/transformers-%/.ready
 	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto -m transformers tests/integrations \
-	  tests/benchmarks/test_scripts.py tests/test_documents.py
+	  tests/benchmarks/test_scripts.py tests/examples/test_finetune_tiny.py tests/test_documents.py
 
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check
