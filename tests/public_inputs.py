@@ -1,4 +1,4 @@
-"""Small inputs that test_public_names.py calls public functions with."""
+"""Small inputs that public_calls.py calls public functions with."""
 
 import torch
 
