@@ -5,11 +5,14 @@ import copy
 import functools
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 
 from tilewise.verify.compare import ZERO, compare, is_telling, limits_from_eager, rounding_floor
 
+# What the tests are written for; older ones lack some models.
+NEWEST = (5, 23)
 COMMON = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": 0}
 DECODER = COMMON | {
     "num_hidden_layers": 2,
@@ -78,8 +81,24 @@ PACKED = {"input_ids": IDS[:1], "position_ids": POSITIONS, "use_cache": False}
 BY_OFFSETS = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 17, "max_length_k": 17}
 
 
+def lacks(what):
+    """Skip where this release of transformers is an older one, which cannot have it."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST:
+        pytest.skip(f"transformers {transformers.__version__} has no {what}")
+    pytest.fail(f"transformers {transformers.__version__} has no {what} any more")
+
+
+def choose(model, implementation):
+    """Of classes that do not let it be chosen transformers only says so."""
+    model.set_attn_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        lacks(f"choice of attention in {type(model).__name__}")
+
+
 def build(model, config, options):
     """In evaluation, with weights that make rows of attention differ."""
+    if not hasattr(transformers, model):
+        lacks(model)
     made = getattr(transformers, model)(getattr(transformers, config)(**options))
     if "num_experts_per_tok" in options:
         # torch has no grouped product in fp64.
@@ -110,7 +129,7 @@ def everything_in_fp64():
 
 def run(model, implementation, inputs):
     """The logits of tokens that are no padding, then every gradient, by name."""
-    model.set_attn_implementation(implementation)
+    choose(model, implementation)
     model.zero_grad()
     logits = model(**inputs).logits
     if inputs.get("attention_mask") is not None:
@@ -154,11 +173,33 @@ def failures(name, kind, dtype=torch.float32):
     return lost + [line for one in found if not one.passed for line in one.lines()]
 
 
-def generated(name, implementation, rows=slice(None), prompt=LENGTH, **options):
+def generated(name, implementation, rows=slice(None), prompt=LENGTH, padding=LEFT, **options):
     """Twelve more tokens of the batch that is padded on the left, of some of its rows or the end of its prompts."""
     model = tiny(name)
-    model.set_attn_implementation(implementation)
+    choose(model, implementation)
     torch.manual_seed(3)
     options = {"do_sample": False, "max_new_tokens": 12} | options
-    ids, mask = IDS[rows, -prompt:], LEFT[rows, -prompt:]
+    ids, mask = IDS[rows, -prompt:], padding[rows, -prompt:]
     return model.generate(ids, attention_mask=mask, **options)[:, prompt:]
+
+
+def over_a_cache(name, implementation, static):
+    """The logits of both rows' tokens where they come in several pieces."""
+    model = tiny(name)
+    choose(model, implementation)
+    options = {"max_cache_len": 40} if static else {}
+    cache = getattr(transformers, "StaticCache" if static else "DynamicCache")(config=model.config, **options)
+    with torch.no_grad():
+        pieces = IDS.split([15, 3, *[1] * (LENGTH - 18)], dim=1)
+        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
+
+
+def compiled(name, implementation, **options):
+    """Tokens of a static cache by one graph, and how many of it there were."""
+    graphs = torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    graphs.clear()
+    how = transformers.CompileConfig(backend="eager", fullgraph=True)
+    how._compile_all_devices = True
+    tokens = generated(name, implementation, cache_implementation="static", compile_config=how, **options)
+    return tokens.tolist(), graphs["unique_graphs"]

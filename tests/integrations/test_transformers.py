@@ -19,9 +19,10 @@ from tiny_models import (  # noqa: E402
     LENGTH,
     MODELS,
     PACKED,
-    SPARSE,
     STARTS,
     build,
+    choose,
+    compiled,
     failures,
     generated,
     run,
@@ -58,7 +59,7 @@ def test_16_bits(name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_sequences_packed_by_offsets_are_each_alone(name):
     model = tiny(name)
-    model.set_attn_implementation("tilewise")
+    choose(model, "tilewise")
     with torch.no_grad():
         packed = model(**PACKED, **BY_OFFSETS).logits[0]
         alone = [model(IDS[:1, a:b], use_cache=False).logits[0] for a, b in pairwise(STARTS)]
@@ -80,7 +81,11 @@ def test_generates_what_eager_does_and_each_row_alone(name, cache):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 3}, {"do_sample": True, "temperature": 0.7}, {"rows": slice(1), "prompt_lookup_num_tokens": 3}],
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "temperature": 0.7},
+        {"rows": slice(1), "prompt_lookup_num_tokens": 3, "eos_token_id": 98},
+    ],
     ids=["beams", "sampled", "lookup"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -91,17 +96,6 @@ def test_other_ways_to_generate(name, options):
 def test_generates_with_an_assistant():
     options = {"rows": slice(1, 2), "assistant_model": tiny("llama")}
     assert generated("gemma2", "tilewise", **options).tolist() == generated("gemma2", "eager", **options).tolist()
-
-
-def compiled(name, implementation, **options):
-    """Tokens of a static cache by one graph, and how many of it there were."""
-    graphs = torch._dynamo.utils.counters["stats"]
-    torch._dynamo.reset()
-    graphs.clear()
-    how = transformers.CompileConfig(backend="eager", fullgraph=True)
-    how._compile_all_devices = True
-    tokens = generated(name, implementation, cache_implementation="static", compile_config=how, **options)
-    return tokens.tolist(), graphs["unique_graphs"]
 
 
 # A prompt that fills the window of gemma2, and one that does not.
@@ -116,7 +110,7 @@ def test_a_compiled_decode_has_no_graph_breaks_and_compiles_no_more_than_eager(n
 
 def test_a_compiled_model():
     model = tiny("gemma2")
-    model.set_attn_implementation("tilewise")
+    choose(model, "tilewise")
     torch._dynamo.reset()
     inputs = {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False}
     expected = run(model, "tilewise", inputs)
@@ -184,7 +178,7 @@ def own_mask():
 @pytest.mark.parametrize(
     ("made", "named"),
     [
-        (vision, "a union of masks (causal_mask_function, blocks of tokens that see each other"),
+        (vision, "a union of masks (causal_mask_function, "),
         (chunked, "a mask of chunked attention"),
         (t5, "a bias added to scores (position_bias"),
         (own_mask, "a mask of the caller's own"),
@@ -211,7 +205,7 @@ def test_what_is_refused_is_named_or_left_to_sdpa(made, named):
 
 def test_dropout_in_training():
     model = build("LlamaForCausalLM", "LlamaConfig", DECODER | {"attention_dropout": 0.1})
-    model.set_attn_implementation("tilewise")
+    choose(model, "tilewise")
     model(IDS)
     with pytest.raises(NotImplementedError, match=r"dropout \(0.1 in training\): set attention_dropout to 0"):
         model.train()(IDS)
@@ -220,41 +214,8 @@ def test_dropout_in_training():
         assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
-def test_a_choice_of_blocks():
-    assert failures(SPARSE, "dense") == []
-
-
-def sparse_over_a_cache():
-    generated(SPARSE, "tilewise", rows=slice(1, 2))
-
-
-def sparse_with_padding():
-    run(tiny(SPARSE), "tilewise", {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False})
-
-
-def sparse_by_tokens():
-    options = MODELS["deepseek-v3"][2] | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
-    run(build("DeepseekV32ForCausalLM", "DeepseekV32Config", options), "tilewise", {"input_ids": IDS})
-
-
-@pytest.mark.parametrize(
-    ("sparse", "said"),
-    [
-        (sparse_over_a_cache, r"a choice of blocks \(block_indices\) over a cache, or with padding"),
-        (sparse_with_padding, r"a choice of blocks \(block_indices\) over a cache, or with padding"),
-        (sparse_by_tokens, r"a choice of keys \(indices"),
-    ],
-)
-@pytest.mark.parametrize("unsupported", ["raise", "sdpa"])
-def test_what_sparse_models_choose_is_never_dropped(sparse, said, unsupported):
-    """sdpa would attend to all keys: it must not take them."""
-    register(unsupported=unsupported)
-    with pytest.raises(NotImplementedError, match=said):
-        sparse()
-
-
 def test_weights_to_return():
-    tiny("llama").set_attn_implementation("tilewise")
+    choose(tiny("llama"), "tilewise")
     with pytest.raises(NotImplementedError, match="returning the weights"):
         tiny("llama")(IDS, output_attentions=True)
 

@@ -6,13 +6,14 @@ import torch
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="transformers is not installed: make test-transformers")
 
-from tiny_models import SPARSE, failures, generated  # noqa: E402
+from tiny_models import SPARSE, failures, generated, over_a_cache  # noqa: E402
 
-from tilewise.integrations.transformers import attend, masks, register  # noqa: E402
+from tilewise.integrations.transformers import attend, blocks, masks, register  # noqa: E402
 
 real = {
     "flash_attention": attend.flash_attention,
-    "selected_attention": attend.selected_attention,
+    "selected_attention": blocks.selected_attention,
+    "_last_queries": blocks._last_queries,
     "_placed": masks._placed,
     "_packed": masks._packed,
 }
@@ -25,6 +26,13 @@ def trains(name, kind):
 
 def generates(name, **options):
     return lambda: generated(name, "tilewise", **options).tolist() == generated(name, "eager", **options).tolist()
+
+
+def continues(name, static=False):
+    def passes():
+        return torch.allclose(*(over_a_cache(name, how, static) for how in ("tilewise", "eager")), rtol=1e-4, atol=1e-4)
+
+    return passes
 
 
 def call(**changed):
@@ -63,6 +71,15 @@ def chosen(choose=lambda x: x, **changed):
         return real["selected_attention"](q, k, v, choose(indices), **given | changed)
 
     return {"selected_attention": bug}
+
+
+def last_queries(at=lambda first: first, choose=lambda x: x):
+    """The same of queries over a cache, or of a batch with padding, which may begin at other positions."""
+
+    def bug(q, k, v, indices, cu, cu_k, first, *given):
+        return real["_last_queries"](q, k, v, choose(indices), cu, cu_k, at(first), *given)
+
+    return {"_last_queries": bug}
 
 
 def wider(window):
@@ -109,6 +126,13 @@ BUGS = {
     "blocks of half the size": (chosen(block_size=2), trains(SPARSE, "dense")),
     "blocks of the other KV head": (chosen(choose=lambda x: x.roll(1, 2)), trains(SPARSE, "dense")),
     "the last block of a choice left out": (chosen(choose=lambda x: x[..., :-1]), trains(SPARSE, "dense")),
+    "blocks over a cache one token early": (last_queries(at=lambda x: x - 1), continues(SPARSE)),
+    "blocks over a static cache one token late": (last_queries(at=lambda x: x + 1), continues(SPARSE, static=True)),
+    "blocks of the other KV head over a cache": (last_queries(choose=lambda x: x.roll(1, -2)), continues(SPARSE)),
+    "blocks of the next token of a padded batch": (
+        last_queries(choose=lambda x: x.roll(-1, 0)),
+        trains(SPARSE, "right"),
+    ),
     "rows put back one late": (rows(lambda x: x._replace(q=x.q.roll(1))), trains("llama", "left")),
     "keys of the other entry": (rows(lambda x: x._replace(k=x.k.flip(0))), trains("mistral", "right")),
 }
@@ -123,5 +147,6 @@ def registered():
 def test_a_planted_bug_is_caught(name, monkeypatch):
     changed, passes = BUGS[name]
     for part, bug in changed.items():
-        monkeypatch.setattr(masks if part.startswith("_") else attend, part, bug)
+        (module,) = (one for one in (attend, blocks, masks) if getattr(one, part, None) is real[part])
+        monkeypatch.setattr(module, part, bug)
     assert not passes()

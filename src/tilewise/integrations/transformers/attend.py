@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tilewise.integrations.transformers import blocks
 from tilewise.integrations.transformers.masks import INSTEAD, Mask, Rows
 from tilewise.integrations.transformers.refuse import Refuse
 from tilewise.ops.flash.api import flash_attention
-from tilewise.ops.nsa.steps import selected_attention
 
 Tensor = torch.Tensor
 # What some layers pass that no kernel here takes, nor torch's sdpa where it is False.
@@ -52,19 +52,14 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
             )
         # What sdpa would not see, or would drop.
         lost = (
-            block_indices is not None
-            or softcap is not None
+            softcap is not None
             or s_aux is not None
             or (attention_mask is None and sliding_window is not None)
+            or (cu_seq_lens_q is not None and (mask is None or mask.rows is None))
         )
-        lost = lost or (cu_seq_lens_q is not None and (mask is None or mask.rows is None))
         by_sdpa = mask is not None and mask.refused
         if by_sdpa and lost:
-            refuse(
-                "such a mask with softcap, sinks, cu_seq_lens or block_indices",
-                'use attn_implementation="eager"',
-                sdpa=False,
-            )
+            refuse("such a mask with softcap, sinks or cu_seq_lens", 'use attn_implementation="eager"', sdpa=False)
         if dropout > 0:
             refuse(f"dropout ({dropout} in training)", "set attention_dropout to 0, or " + INSTEAD, sdpa=not lost)
             by_sdpa = True
@@ -75,49 +70,33 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
         if attention_mask is not None and mask is None:
             refuse("a mask of the caller's own, or one that a model or a hook has replaced", INSTEAD, sdpa=not lost)
             by_sdpa = True
-        if by_sdpa:
+        if not by_sdpa:
+            if mask is None:
+                mask = _by_module(module, q_length, kv_length, is_causal, sliding_window)
+            elif sliding_window is not None and kv_length > sliding_window and mask.window[0] != sliding_window - 1:
+                raise ValueError(
+                    f"layer {layer} has sliding_window {sliding_window} and a mask with window {mask.window}: {INSTEAD}"
+                )
+            mask = _with_offsets(mask, cu_seq_lens_q, cu_seq_lens_k)
+            wrong = "" if block_indices is None else blocks.unsupported(mask, softcap, s_aux)
+            if wrong:
+                refuse(f"a choice of blocks (block_indices) with {wrong}", blocks.INSTEAD, sdpa=not lost)
+                by_sdpa = True
+        if mask is None or by_sdpa:
             whole = attention_mask if mask is None or mask.full is None else mask.full()
+            if block_indices is not None:
+                whole = blocks.whole_mask(module, block_indices, whole, query, kv_length, given.get("position_ids"))
             options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
             out: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, whole, **options, position_bias=given.get("position_bias")
             )
             return out
-        if mask is None:
-            mask = _by_module(module, q_length, kv_length, is_causal, sliding_window)
-        elif sliding_window is not None and kv_length > sliding_window and mask.window[0] != sliding_window - 1:
-            raise ValueError(
-                f"layer {layer} has sliding_window {sliding_window} and a mask with window {mask.window}: {INSTEAD}"
-            )
-        rows = mask.rows
-        if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-            if mask.lengths is not None or mask.leftpad is not None or (rows is not None and rows.k is not None):
-                raise ValueError("cu_seq_lens_q is given with padding or a static cache: leave one of the two out")
-            rows = Rows(None, None, cu_seq_lens_q, cu_seq_lens_k)
-        elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            raise ValueError("one of cu_seq_lens_q and cu_seq_lens_k is given: give both, or neither")
         # [B, T, H, D]
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, : mask.keys], value[:, :, : mask.keys]))
-        same: dict[str, Any] = {
-            "causal": mask.causal,
-            "window_size": mask.window,
-            "scale": scaling,
-            "softcap": softcap or 0.0,
-            "sinks": s_aux,
-        }
         if block_indices is not None:
-            plain = Mask(q_length, q_length, True, (-1, -1), q_length, full=mask.full)
-            if mask != plain or rows is not None or softcap is not None or s_aux is not None:
-                refuse(
-                    "a choice of blocks (block_indices) over a cache, or with padding or packed sequences",
-                    'train and prefill with sequences of one length, or use attn_implementation="eager"',
-                    sdpa=False,
-                )
-            # One choice for each KV head, [B, Hk, T, S].
-            chosen, block_size = block_indices.transpose(1, 2), cast(Any, module).config.index_block_size
-            return cast(Tensor, selected_attention(q, k, v, chosen, block_size=block_size, scale=scaling)), None
-        if rows is not None:
-            return _packed(q, k, v, rows, same), None
-        return cast(Tensor, flash_attention(q, k, v, seqused_k=mask.lengths, leftpad_k=mask.leftpad, **same)), None
+            block_size = cast(Any, module).config.index_block_size
+            return blocks.attend(q, k, v, block_indices.transpose(1, 2), mask, block_size, scaling), None
+        return _dense(q, k, v, mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux), None
 
     return attend
 
@@ -136,16 +115,23 @@ def _by_module(
     return Mask(q_length, kv_length, causal, (before, 0 if causal and before >= 0 else before), kv_length)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: dict[str, Any]) -> Tensor:
-    """Those rows alone, as sequences end to end; padding gets zeros."""
-    shape = *q.shape[:3], v.shape[-1]
-    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    if rows.k is not None:
-        k, v = k.index_select(0, rows.k), v.index_select(0, rows.k)
-    whole = len(q)
-    if rows.q is not None:
-        q = q.index_select(0, rows.q)
-    o = cast(Tensor, flash_attention(q, k, v, cu_seqlens_q=rows.cu_q, cu_seqlens_k=rows.cu_k, **options))
-    if rows.q is not None:
-        o = o.new_zeros(whole, *o.shape[1:]).index_copy(0, rows.q, o)
-    return o.view(shape)
+def _with_offsets(mask: Mask, cu_q: Tensor | None, cu_k: Tensor | None) -> Mask:
+    """With the packed sequences that a caller's offsets say, where they are given."""
+    if cu_q is None and cu_k is None:
+        return mask
+    if cu_q is None or cu_k is None:
+        raise ValueError("one of cu_seq_lens_q and cu_seq_lens_k is given: give both, or neither")
+    if mask.lengths is not None or mask.leftpad is not None or (mask.rows is not None and mask.rows.k is not None):
+        raise ValueError("cu_seq_lens_q is given with padding or a static cache: leave one of the two out")
+    return mask._replace(rows=Rows(None, None, cu_q, cu_k))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
+    """Attention to all keys that the mask lets a query see."""
+    options |= {"causal": mask.causal, "window_size": mask.window}
+    rows = mask.rows
+    if rows is None:
+        return cast(Tensor, flash_attention(q, k, v, seqused_k=mask.lengths, leftpad_k=mask.leftpad, **options))
+    given = rows.queries(q), rows.keys(k), rows.keys(v)
+    o = cast(Tensor, flash_attention(*given, cu_seqlens_q=rows.cu_q, cu_seqlens_k=rows.cu_k, **options))
+    return rows.back(o, *q.shape[:2])

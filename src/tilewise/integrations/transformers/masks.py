@@ -28,12 +28,30 @@ _CALLED = {
 
 
 class Rows(NamedTuple):
-    """A batch as packed sequences: which of its rows take part, all where None, and the offsets."""
+    """A batch as packed sequences: which of its rows take part, all where None, and the offsets.
+
+    `leading`: each sequence has the first keys of one row of the batch.
+    """
 
     q: Tensor | None
     k: Tensor | None
     cu_q: Tensor
     cu_k: Tensor
+    leading: bool = False
+
+    def queries(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` to `[N, ...]`, of the queries that take part."""
+        return _take(x, self.q)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The same of the keys."""
+        return _take(x, self.k)
+
+    def back(self, o: Tensor, batch: int, length: int) -> Tensor:
+        """What queries got, `[N, ...]`, to `[B, T, ...]`; padding gets zeros."""
+        if self.q is not None:
+            o = o.new_zeros(batch * length, *o.shape[1:]).index_copy(0, self.q, o)
+        return o.unflatten(0, (batch, length))
 
 
 class Mask(NamedTuple):
@@ -204,12 +222,13 @@ def _placed(found: Mask, pattern: Pattern, used: int | Tensor, keep: Tensor) -> 
     keep = keep & exists
     counts = keep.sum(1)
     first, end = at.where(keep, found.kv_length).amin(1), (at + 1).where(keep, 0).amax(1)
-    # In one read: is there no padding, is it on the left alone, are every row's keys in one piece.
-    whole, left, piece = torch.stack(
+    # In one read: is there no padding, is it on the left alone, are every row's keys in one piece, are they its first.
+    whole, left, piece, leading = torch.stack(
         [
             (keep == exists).all(),
             (keep == exists & (at >= used - counts[:, None])).all(),
             ((end - first == counts) | (counts == 0)).all(),
+            (keep == (at < counts[:, None])).all(),
         ]
     ).tolist()
     inference = not torch.is_grad_enabled()
@@ -227,8 +246,14 @@ def _placed(found: Mask, pattern: Pattern, used: int | Tensor, keep: Tensor) -> 
     # Where no distance counts, padded queries see what the others do; elsewhere they have no place in their sequence.
     queries = keep[:, used - found.q_length :] if pattern.is_window or found.causal else None
     q_counts = torch.full_like(counts, found.q_length) if queries is None else queries.sum(1)
-    rows = Rows(None if queries is None else _indices(queries), _indices(keep), _offsets(q_counts), _offsets(counts))
+    of_queries = None if queries is None else _indices(queries)
+    rows = Rows(of_queries, _indices(keep), _offsets(q_counts), _offsets(counts), leading)
     return found._replace(keys=used, rows=rows), ""
+
+
+def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+    x = x.reshape(-1, *x.shape[2:])
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _indices(keep: Tensor) -> Tensor:
