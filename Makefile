@@ -13,7 +13,7 @@ PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 # Besides the Triton of constraints.txt, which everything runs with: the oldest that the package takes, and the newest.
 TRITONS := 3.6.0 3.9.0
 # The oldest Hugging Face transformers that the package takes, and the newest that was tried.
-TRANSFORMERS := 5.17.0 5.23.0
+TRANSFORMERS := 5.4.0 5.23.0
 
 .PHONY: help verify bench test test-all test-slow test-nightly test-tritons test-transformers
 .PHONY: inspect docs lint types format clean

@@ -3,7 +3,7 @@
 __all__ = ["register"]
 
 NAME = "tilewise"
-OLDEST = (5, 17)
+OLDEST = (5, 4)
 
 
 def register(unsupported: str = "raise") -> None:
@@ -14,7 +14,7 @@ def register(unsupported: str = "raise") -> None:
             and what to use instead, or `sdpa`: transformers' own function of that name computes it with the full mask,
             and one warning names it. What sdpa would drop raises all the same.
 
-    Needs transformers 5.17 or newer, which is imported here. Called again, the last call holds.
+    Needs transformers 5.4 or newer, which is imported here. Called again, the last call holds.
     """
     if unsupported not in ("raise", "sdpa"):
         raise ValueError(f"unsupported is {unsupported!r}: expected 'raise' or 'sdpa'")
@@ -22,11 +22,11 @@ def register(unsupported: str = "raise") -> None:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "transformers is not installed: pip install 'tilewise[transformers]', or 'transformers>=5.17'"
+            "transformers is not installed: pip install 'tilewise[transformers]', or 'transformers>=5.4'"
         ) from error
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ImportError(
-            f"transformers is {transformers.__version__}: expected 5.17 or newer: older ones describe masks otherwise"
+            f"transformers is {transformers.__version__}: expected 5.4 or newer: older ones describe masks otherwise"
         )
     from tilewise.integrations.transformers.attend import attention
     from tilewise.integrations.transformers.masks import mask
