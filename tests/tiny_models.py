@@ -25,7 +25,21 @@ DECODER = COMMON | {
 ENCODER = COMMON | {"num_hidden_layers": 3, "max_position_embeddings": 64}
 EXPERTS = {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+# The token in place of which a part of an image goes.
+IMAGE = 98
 TWO_KINDS = ["sliding_attention", "full_attention"]
+EYES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+EYES |= {"num_hidden_layers": 2}
+# Those of Qwen: one layer attends within windows, the other to the whole image.
+QWEN_EYES = {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 2, "patch_size": 4}
+QWEN_EYES |= {"out_hidden_size": 32}
+QWEN = {
+    "text_config": DECODER | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "image_token_id": IMAGE,
+    "video_token_id": 97,
+    "vision_start_token_id": 96,
+    "vision_end_token_id": 95,
+}
 SPECIAL = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
 # The class, its configuration's and what that is told.
 MODELS = {
@@ -65,12 +79,46 @@ MODELS = {
         "ModernBertConfig",
         ENCODER | SPECIAL | {"local_attention": 6, "global_attn_every_n_layers": 3},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {"text_config": DECODER | {"model_type": "llama"}, "image_token_index": IMAGE, "vision_feature_layer": -1}
+        | {"vision_config": EYES | {"model_type": "clip_vision_model"}},
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        "SmolVLMConfig",
+        {"text_config": DECODER | {"model_type": "llama"}, "image_token_id": IMAGE, "scale_factor": 1}
+        | {"vision_config": EYES},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        QWEN | {"vision_config": QWEN_EYES | {"window_size": 8, "fullatt_block_indexes": [1]}},
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        QWEN | {"vision_config": QWEN_EYES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}},
+    ),
 }
 ENCODERS = ("bert", "modernbert")
 SPARSE = "minimax-m3"
-DECODERS = [name for name in MODELS if name not in (*ENCODERS, SPARSE)]
+VISION = ("llava", "smolvlm", "qwen2.5-vl", "qwen3-vl")
+DECODERS = [name for name in MODELS if name not in (*ENCODERS, *VISION, SPARSE)]
 LENGTH = 23
 IDS = torch.randint(1, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+# An image in each row, of four tokens.
+SEEING = {"input_ids": IDS.index_fill(1, torch.arange(7, 11), IMAGE)}
+PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4))
+PATCHES = {"pixel_values": torch.randn(32, 96, generator=torch.Generator().manual_seed(4))}
+PATCHES |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (SEEING["input_ids"] == IMAGE).int()}
+IMAGES = {
+    "llava": SEEING | {"pixel_values": PIXELS},
+    "smolvlm": SEEING | {"pixel_values": PIXELS[:, None]},
+    "qwen2.5-vl": SEEING | PATCHES,
+    "qwen3-vl": SEEING | PATCHES,
+}
 LEFT = torch.ones_like(IDS)
 LEFT[0, :6] = 0
 PADDING = {"dense": None, "left": LEFT, "right": LEFT.flip(1)}
@@ -143,7 +191,8 @@ def run(model, implementation, inputs):
 def inputs_of(name, kind):
     if kind == "packed":
         return PACKED
-    return {"input_ids": IDS, "attention_mask": PADDING[kind]} | ({} if name in ENCODERS else {"use_cache": False})
+    inputs = {"input_ids": IDS, "attention_mask": PADDING[kind]} | IMAGES.get(name, {})
+    return inputs | ({} if name in ENCODERS else {"use_cache": False})
 
 
 @functools.cache
@@ -154,7 +203,8 @@ def judges(name, kind, dtype):
         truth = run(copy.deepcopy(model).double(), "eager", inputs)
     eager = run(copy.deepcopy(model).to(dtype), "eager", inputs)
     # The criterion's floor is of one operator: each layer may cost it.
-    floor = model.config.num_hidden_layers * rounding_floor(dtype, IDS.device)
+    layers = model.config.get_text_config().num_hidden_layers + (QWEN_EYES["depth"] if name in VISION else 0)
+    floor = layers * rounding_floor(dtype, IDS.device)
     limits = {key: limits_from_eager(x, eager[key], gradient=key != "logits", floor=floor) for key, x in truth.items()}
     for key, x in truth.items():
         if x.abs().max() < ZERO:
@@ -179,8 +229,8 @@ def generated(name, implementation, rows=slice(None), prompt=LENGTH, padding=LEF
     choose(model, implementation)
     torch.manual_seed(3)
     options = {"do_sample": False, "max_new_tokens": 12} | options
-    ids, mask = IDS[rows, -prompt:], padding[rows, -prompt:]
-    return model.generate(ids, attention_mask=mask, **options)[:, prompt:]
+    inputs = {"input_ids": IDS[rows, -prompt:], "attention_mask": padding[rows, -prompt:]} | IMAGES.get(name, {})
+    return model.generate(**inputs, **options)[:, prompt:]
 
 
 def over_a_cache(name, implementation, static):

@@ -14,12 +14,17 @@ from tiny_models import (  # noqa: E402
     DECODER,
     DECODERS,
     ENCODERS,
+    EYES,
     IDS,
+    IMAGE,
     LEFT,
     LENGTH,
     MODELS,
     PACKED,
+    PIXELS,
+    SEEING,
     STARTS,
+    VISION,
     build,
     choose,
     compiled,
@@ -40,7 +45,7 @@ def registered():
 
 
 @pytest.mark.parametrize("kind", ["dense", "left", "right"])
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *VISION])
 def test_logits_and_gradients(name, kind):
     assert failures(name, kind) == []
 
@@ -77,6 +82,12 @@ def test_generates_what_eager_does_and_each_row_alone(name, cache):
         for ids, keep in zip(IDS, LEFT.bool(), strict=True)
     ]
     assert tokens.tolist() == torch.cat(alone).tolist()
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", VISION)
+def test_generates_what_eager_does_from_an_image(name, cache):
+    assert generated(name, "tilewise", **cache).tolist() == generated(name, "eager", **cache).tolist()
 
 
 @pytest.mark.parametrize(
@@ -140,16 +151,23 @@ def test_padding_between_tokens():
         run(tiny("mistral"), "tilewise", inputs)
 
 
-def vision():
+# Tokens of an image that see each other.
+def gemma3():
     text = DECODER | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    options = {"text_config": text, "vision_config": eyes | {"image_size": 8, "patch_size": 4}}
-    tokens = {"image_token_index": 98, "boi_token_index": 97, "eoi_token_index": 96}
-    model = build("Gemma3ForConditionalGeneration", "Gemma3Config", options | tokens | {"mm_tokens_per_image": 4})
-    ids, kinds = IDS.clone(), torch.zeros_like(IDS)
-    ids[:, 4:8], kinds[:, 4:8] = 98, 1
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4))
-    return model, {"input_ids": ids, "token_type_ids": kinds, "pixel_values": pixels}
+    tokens = {"image_token_index": IMAGE, "boi_token_index": 97, "eoi_token_index": 96, "mm_tokens_per_image": 4}
+    options = {"text_config": text, "vision_config": EYES} | tokens
+    kinds = (SEEING["input_ids"] == IMAGE).int()
+    model = build("Gemma3ForConditionalGeneration", "Gemma3Config", options)
+    return model, SEEING | {"token_type_ids": kinds, "pixel_values": PIXELS}
+
+
+# So do those of a prompt, before a suffix that is learnt.
+def paligemma():
+    text, eyes = DECODER | {"model_type": "gemma"}, EYES | {"model_type": "siglip_vision_model"}
+    options = {"text_config": text, "vision_config": eyes, "image_token_index": IMAGE, "projection_dim": 32}
+    kinds = (torch.arange(LENGTH) > 14).int().expand(2, -1)
+    model = build("PaliGemmaForConditionalGeneration", "PaliGemmaConfig", options)
+    return model, SEEING | {"token_type_ids": kinds, "pixel_values": PIXELS}
 
 
 def chunked():
@@ -178,7 +196,8 @@ def own_mask():
 @pytest.mark.parametrize(
     ("made", "named"),
     [
-        (vision, "a union of masks ("),
+        (gemma3, "a union of masks ("),
+        (paligemma, "a union of masks ("),
         (chunked, "a mask of chunked attention"),
         (t5, "a bias added to scores (position_bias"),
         (own_mask, "a mask of the caller's own"),

@@ -14,6 +14,7 @@ real = {
     "flash_attention": attend.flash_attention,
     "selected_attention": blocks.selected_attention,
     "_last_queries": blocks._last_queries,
+    "_by_module": attend._by_module,
     "_placed": masks._placed,
     "_packed": masks._packed,
 }
@@ -132,6 +133,10 @@ BUGS = {
     "blocks of the next token of a padded batch": (
         last_queries(choose=lambda x: x.roll(-1, 0)),
         trains(SPARSE, "right"),
+    ),
+    "an image whose parts see those before alone": (
+        {"_by_module": lambda *given: real["_by_module"](*given)._replace(causal=True)},
+        trains("qwen2.5-vl", "dense"),
     ),
     "rows put back one late": (rows(lambda x: x._replace(q=x.q.roll(1))), trains("llama", "left")),
     "keys of the other entry": (rows(lambda x: x._replace(k=x.k.flip(0))), trains("mistral", "right")),
