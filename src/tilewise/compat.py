@@ -50,6 +50,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """As flash-attn's, by tilewise.flash_attention.
 
@@ -64,12 +66,13 @@ def flash_attn_func(
         alibi_slopes: None; anything else raises.
         deterministic: whether gradients have the same bits each time. False allows more speed, where there is any.
         return_attn_probs: also return the LSE, and None in the place of probabilities.
+        s_aux: sinks `[Hq]`, which flash-attn 2.8 has not: Hugging Face's models pass them by that name.
 
     Returns:
         The output, or with return_attn_probs `(output, lse, None)`, the LSE fp32 `[B, Hq, Tq]`.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend(q, k, v, *options)
+    return _attend(q, k, v, *options, sinks=s_aux)
 
 
 def flash_attn_varlen_func(
@@ -89,6 +92,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """As flash_attn_func, of packed sequences.
 
@@ -102,8 +107,9 @@ def flash_attn_varlen_func(
         return_attn_probs: as in flash_attn_func; the LSE is `[Hq, Nq]`.
         block_table: `[B, P]`: key j of a sequence is row `j % page_size` of page `block_table[b, j // page_size]`. For
             inference: it raises where grad mode is on and a tensor requires grad.
+        s_aux: as in flash_attn_func.
     """
-    packed: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    packed: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "sinks": s_aux}
     if block_table is None:
         packed |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
     else:
@@ -263,7 +269,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
-    **packed: Any,
+    **more: Any,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     if dropout_p != 0:
         raise ValueError(
@@ -282,7 +288,7 @@ def _attend(
         softcap=max(softcap, 0.0),
         deterministic=deterministic,
         return_lse=True,
-        **packed,
+        **more,
     )
     return (out, lse, None) if return_attn_probs else out
 

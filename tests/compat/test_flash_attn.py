@@ -70,13 +70,32 @@ def judge(function, expected, *tensors):
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_stand_where_flash_attn_has_them(name):
     signature = inspect.signature(getattr(compat, name))
-    words = [key if p.default is p.empty else f"{key}={p.default!r}" for key, p in signature.parameters.items()]
+    parameters = {key: p for key, p in signature.parameters.items() if p.kind != p.KEYWORD_ONLY}
+    words = [key if p.default is p.empty else f"{key}={p.default!r}" for key, p in parameters.items()]
     assert " ".join(words) == SIGNATURES[name]
-    assert {p.kind for p in signature.parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert set(signature.parameters) - set(parameters) <= {"s_aux"}
 
 
 def test_every_function_has_its_signature_here():
     assert sorted(SIGNATURES) == compat.__all__
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks(packed):
+    def attend(*tensors):
+        *tensors, sinks = tensors
+        call, lengths = compat.flash_attn_func, ()
+        if packed:
+            call, lengths = compat.flash_attn_varlen_func, (STARTS_Q, STARTS_K, 17, 29)
+        return call(*tensors, *lengths, return_attn_probs=True, s_aux=sinks)
+
+    def expected(q, k, v, sinks):
+        where = {"cu_seqlens_q": STARTS_Q, "cu_seqlens_k": STARTS_K} if packed else {}
+        return reference.flash_attention(q, k, v, sinks=sinks, **where)
+
+    queries, keys = ((38,), (54,)) if packed else ((2, 19), (2, 33))
+    judge(attend, expected, made(*queries, 6, 20), *made(2, *keys, 2, 20, seed=1), made(6, seed=2))
 
 
 @pytest.mark.parametrize("options", [{}, CAUSAL, WINDOW, CAPPED], ids=["plain", "causal", "window", "softcap"])
