@@ -14,9 +14,11 @@ PROJECTS := pyproject.toml packages/mytorch/pyproject.toml
 TRITONS := 3.6.0 3.9.0
 # The oldest Hugging Face transformers that the package takes, and the newest that was tried.
 TRANSFORMERS := 5.4.0 5.23.0
+# Hugging Face kernels: one that the transformers below takes, and the newest that was tried.
+KERNELS := 0.16.2 0.17.2
 
-.PHONY: help verify bench test test-all test-slow test-nightly test-tritons test-transformers
-.PHONY: inspect docs lint types format clean
+.PHONY: help verify bench test test-all test-slow test-nightly test-tritons test-transformers test-hub
+.PHONY: inspect docs hub lint types format clean
 
 help:
 	@echo "make verify    install, then check every operator against its reference"
@@ -27,8 +29,10 @@ help:
 	@echo "make test-nightly  make test with every test there is"
 	@echo "make test-tritons  install Triton $(TRITONS), then with each compile every kernel and interpret every operator"
 	@echo "make test-transformers  install Hugging Face transformers $(TRANSFORMERS), then with each test its models"
+	@echo "make test-hub  install Hugging Face kernels $(KERNELS), then with each test integrations/hub/"
 	@echo "make inspect   install, then hold the kernels, compiled for cards that are not here, to their allowances"
 	@echo "make docs      build the documentation into site/, links checked"
+	@echo "make hub       fill integrations/hub/, a kernel of the Hugging Face Hub, from the sources"
 	@echo "make format    format the sources"
 	@echo "SYSTEM=1       with any of them: keep the torch and triton that PYTHON ($(PYTHON)) has, in .venv-system"
 
@@ -104,12 +108,26 @@ test-transformers-%: $(VENV)/transformers-%/.ready
 	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n auto -m transformers tests/integrations \
 	  tests/benchmarks/test_scripts.py tests/examples/test_finetune_tiny.py tests/test_documents.py
 
+$(VENV)/kernels-%/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(@D) kernels==$* transformers==5.17.0
+	@touch $@
+
+.PRECIOUS: $(VENV)/kernels-%/.ready
+
+test-hub: $(KERNELS:%=test-hub-%)
+
+test-hub-%: $(VENV)/kernels-%/.ready
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -m transformers tests/integrations/test_hub.py
+
 inspect: $(READY)
 	$(BIN)/tilewise inspect --check
 
 # The variable keeps an announcement of Material for MkDocs out of the output.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+hub:
+	$(PYTHON) tools/hub_kernel.py
 
 format: $(READY)
 	$(BIN)/python -m ruff check --fix .

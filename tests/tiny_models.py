@@ -214,10 +214,10 @@ def judges(name, kind, dtype):
     return truth, limits
 
 
-def failures(name, kind, dtype=torch.float32):
-    """What of the model's logits and gradients fails verify's criterion with attn_implementation="tilewise"."""
+def failures(name, kind, dtype=torch.float32, implementation="tilewise"):
+    """What of the model's logits and gradients fails verify's criterion with that attn_implementation."""
     truth, limits = judges(name, kind, dtype)
-    got = run(copy.deepcopy(tiny(name)).to(dtype), "tilewise", inputs_of(name, kind))
+    got = run(copy.deepcopy(tiny(name)).to(dtype), implementation, inputs_of(name, kind))
     lost = [f"no gradient reaches {key}" for key in truth if key not in got]
     found = [compare(key, x, truth[key], dtype, limits[key], "xy"[: x.dim()]) for key, x in got.items()]
     return lost + [line for one in found if not one.passed for line in one.lines()]

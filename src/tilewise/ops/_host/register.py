@@ -22,8 +22,10 @@ if backend.HAS_TRITON:
     from tilewise.ops._host import template
     from tilewise.ops._host.program import Found, Planned, Program, Values
 
+# What torch.ops has: the package's own name, which is another one where `kernels` loads it from the Hub.
+NAMESPACE = __name__.partition(".")[0]
 # Registrations live as long as the process.
-_library = library.Library("tilewise", "FRAGMENT")
+_library = library.Library(NAMESPACE, "FRAGMENT")
 # Calls per operator whose program is kept by all their metadata; beyond that the least recently used is evicted.
 MOST_CALLS = 1024
 # torch's own classes: a subclass may do anything.
@@ -83,7 +85,7 @@ class Operator:
         differentiate: Callable[..., None],
         log: Callable[..., None] | None = None,
     ) -> None:
-        self.overload = getattr(torch.ops.tilewise, name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.run = run
         self._function = function
         self._programmed = programmed
@@ -334,11 +336,11 @@ def register(
     tensors.
     """
     name = schema.split("(", 1)[0]
-    qualified = f"tilewise::{name}"
+    qualified = f"{NAMESPACE}::{name}"
 
     def no_derivative(_ctx: Any, *_gradients: Any) -> Any:
         raise NotImplementedError(
-            f"tilewise::{name} has no derivative of its own (double backward): call the operator with"
+            f"{qualified} has no derivative of its own (double backward): call the operator with"
             " backend='reference', which torch can differentiate any number of times"
         )
 
