@@ -30,7 +30,7 @@ class _Options(NamedTuple):
 
 
 def activate() -> None:
-    """From now on torch's flash attention is tilewise's, in the whole process. Needs torch 2.13."""
+    """From now on torch's flash attention is tilewise's, in the whole process. Needs torch 2.11."""
     _registry().activate_flash_attention_impl(NAME)
 
 
@@ -57,9 +57,10 @@ def active() -> Iterator[None]:
 
 
 def _registry() -> Any:
-    if not hasattr(attention, "register_flash_attention_impl"):
+    # torch 2.10 has a part of it.
+    if not hasattr(attention, "restore_flash_attention_impl"):
         raise RuntimeError(
-            f"tilewise.integrations.sdpa needs torch 2.13 or later, for its registry of flash attention (got"
+            f"tilewise.integrations.sdpa needs torch 2.11 or later, for its registry of flash attention (got"
             f" {torch.__version__}); call tilewise.flash_attention itself, or tilewise.compat's functions"
         )
     if NAME not in attention.list_flash_attention_impls():
@@ -73,7 +74,9 @@ class Installed:
     def __init__(self, key: str = "CUDA") -> None:
         self._library: library.Library | None = library.Library("aten", "IMPL", key)
         for name, function in _OPERATORS.items():
-            self._library.impl(name, function, key)
+            # torch 2.11 has none that writes into a given tensor.
+            if hasattr(torch.ops.aten, name):
+                self._library.impl(name, function, key)
 
     def remove(self) -> None:
         """torch's own are in force again."""
