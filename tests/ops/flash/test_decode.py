@@ -213,8 +213,9 @@ def test_keys_in_pages_out_of_range_do_not_exist(device):
 def splits_of(queries, group, kv_heads, keys):
     """The kernels' rule, written once more: how many splits an entry has."""
     rows = queries * group
-    most = max(1, configs.WORK // (kv_heads * -(-rows // 16))) if queries <= configs.SPLIT_TOKENS else 1
-    chunk = max(-(-keys // most), 512 if rows <= 16 else 64 * rows)
+    tiles = kv_heads * -(-rows // 16)
+    most = max(1, 264 // tiles) if queries <= 64 else 1
+    chunk = max(-(-keys // most), 512 if rows <= 16 else 64 * rows, min(-(-keys // max(1, 128 // tiles)), 2048))
     chunk = -(-chunk // 64) * 64
     return max(1, -(-keys // chunk))
 
@@ -233,7 +234,8 @@ def test_the_split_of_a_long_prefill_ends_behind_its_keys(device, queries):
     """64 query heads a KV head behind 10 million keys: rows of queries times keys do not fit 32 bits."""
     ends = torch.zeros(3, dtype=torch.int64, device=device)
     shape = Shape(*[None] * len(Shape._fields))._replace(BLOCK_N=64, GROUP=64)
-    rule = Rule(None, configs.SPLIT_TOKENS, 1, configs.WORK, configs.LEAST_KEYS, configs.KEYS_A_ROW)
+    keys = configs.WORK, configs.ENOUGH, configs.LONG_KEYS, configs.LEAST_KEYS, configs.KEYS_A_ROW
+    rule = Rule(None, configs.SPLIT_TOKENS, 1, *keys)
     one_split[(1,)](ends, queries, 10**7, 1000, shape, rule)
     low, high, count = ends.tolist()
     assert low <= 10**7 - queries - 1000 < low + 64
@@ -243,10 +245,10 @@ def test_the_split_of_a_long_prefill_ends_behind_its_keys(device, queries):
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 1), (4, 8), (7, 3), (128, 1), (1, 600)])
 def test_there_is_room_for_every_split(group, kv_heads):
-    room = 40_000
+    room = 400_000
     for queries in (1, 2, 3, 4, 5, 16, 17, 63, 64, 65):
         most = configs.most_splits(queries, group, kv_heads, room, 0, 64)
-        for keys in (0, 1, 255, 256, 257, 4096, 39_999, room):
+        for keys in (0, 1, 255, 256, 257, 4096, 32_768, 39_999, 131_072, room):
             assert splits_of(queries, group, kv_heads, keys) <= most
             # Packed, an entry's rows fit into its region, whatever others share the batch.
             packed = configs.most_splits(1, group, kv_heads, room, 0, 64)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tilewise.ops._device.records import Rows, Window
 from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
@@ -73,14 +74,16 @@ class Shape(NamedTuple):
 
 class Rule(NamedTuple):
     """Constants of how keys are split. GIVEN: into so many parts. None: for at most TOKENS queries, into as many as
-    make WORK tiles of 16 rows of all KV_HEADS, each of at least LEAST keys for up to 16 rows of a KV head, and of
-    KEYS_A_ROW for each row of more.
+    make WORK tiles of 16 rows of all KV_HEADS, or ENOUGH of them where splits would be shorter than LONG; each of at
+    least LEAST keys for up to 16 rows of a KV head, and of KEYS_A_ROW for each row of more.
     """
 
     GIVEN: Any
     TOKENS: Any
     KV_HEADS: Any
     WORK: Any
+    ENOUGH: Any
+    LONG: Any
     LEAST: Any
     KEYS_A_ROW: Any
 
@@ -140,15 +143,17 @@ def split_keys(n_queries, keys, left, SHAPE: tl.constexpr, RULE: tl.constexpr):
     low = low // BLOCK_N * BLOCK_N
     # Of more queries, which are not split, as many would overflow below.
     rows = tl.minimum(n_queries, RULE.TOKENS) * SHAPE.GROUP
+    n_seen = keys.end - low
     if RULE.GIVEN is not None:
         most = rows * 0 + RULE.GIVEN
         least = rows * 0 + BLOCK_N
     else:
-        most = RULE.WORK // (RULE.KV_HEADS * tl.maximum(tl.cdiv(rows, 16), 1))
-        most = tl.where(n_queries <= RULE.TOKENS, tl.maximum(most, 1), 1)
+        tiles = RULE.KV_HEADS * tl.maximum(tl.cdiv(rows, 16), 1)
+        most = tl.where(n_queries <= RULE.TOKENS, tl.maximum(RULE.WORK // tiles, 1), 1)
         least = tl.where(rows <= 16, RULE.LEAST, rows * RULE.KEYS_A_ROW)
-    chunk = tl.cdiv(tl.maximum(tl.cdiv(keys.end - low, most), least), BLOCK_N) * BLOCK_N
-    return Splits(low, chunk, tl.maximum(tl.cdiv(keys.end - low, chunk), 1))
+        least = tl.maximum(least, tl.minimum(tl.cdiv(n_seen, tl.maximum(RULE.ENOUGH // tiles, 1)), RULE.LONG))
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(n_seen, most), least), BLOCK_N) * BLOCK_N
+    return Splits(low, chunk, tl.maximum(tl.cdiv(n_seen, chunk), 1))
 
 
 @triton.jit
@@ -308,7 +313,7 @@ def flash_decode_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def flash_decode_merge_kernel(
     parts, o, lse, cache, cu_q, n_batch, n_heads, n_queries, n_keys, added, limits,
-    SHAPE: tl.constexpr, RULE: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHAPE: tl.constexpr, RULE: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Grid: query heads x queries.
     # Owns: one row of o.
@@ -316,8 +321,12 @@ def flash_decode_merge_kernel(
     # Writes: its row of o and lse; nothing where there is one split, which has written them.
     i_h = tl.program_id(0) % n_heads
     i_b, i_t, start, Tq = locate_slot(tl.program_id(0) // n_heads, cu_q, n_batch, n_queries, 1)
+    # Lengths were there before the splits began.
     keys = locate_keys(cache, i_b, n_keys, added)
     splits = split_keys(Tq, keys, limits.left, SHAPE, RULE)
+    if EARLY:
+        # It is launched while the last splits still run.
+        gdc_wait()
     if (i_t < Tq) & (splits.count > 1):
         i_bq = i_b
         start_q = start
@@ -327,15 +336,10 @@ def flash_decode_merge_kernel(
             i_bq = 0
         region = tl.cast(i_b, tl.int64) * parts.by_entry + tl.cast(start_q, tl.int64) * parts.by_query
         o_s = tl.arange(0, BLOCK_S)
+        o_dv = tl.arange(0, SHAPE.BLOCK_DV)
         m = tl.full([], float("-inf"), tl.float32)
-        for i_s in range(0, splits.count, BLOCK_S):
-            o_part = region + ((i_s + o_s).to(tl.int64) * n_heads + i_h) * Tq + i_t
-            b_lse = tl.load(parts.lse + o_part, mask=i_s + o_s < splits.count, other=float("-inf"))
-            m = tl.maximum(m, tl.max(b_lse, 0))
-        shift = tl.where(m == float("-inf"), 0.0, m)
         l = tl.full([], 0.0, tl.float32)
         acc = tl.full([SHAPE.BLOCK_DV], 0.0, tl.float32)
-        o_dv = tl.arange(0, SHAPE.BLOCK_DV)
         for i_s in range(0, splits.count, BLOCK_S):
             m_s = i_s + o_s < splits.count
             o_part = region + ((i_s + o_s).to(tl.int64) * n_heads + i_h) * Tq + i_t
@@ -343,16 +347,20 @@ def flash_decode_merge_kernel(
             # [S, DV]
             p_o = parts.o + (o_part[:, None] * SHAPE.DV + o_dv[None, :])
             b_o = tl.load(p_o, mask=m_s[:, None] & (o_dv < SHAPE.DV)[None, :], other=0.0)
+            b_m = tl.maximum(m, tl.max(b_lse, 0))
+            shift = tl.where(b_m == float("-inf"), 0.0, b_m)
+            rescale = tl.exp2((m - shift) * 1.4426950408889634)
             b_w = tl.exp2((b_lse - shift) * 1.4426950408889634)
-            l += tl.sum(b_w, 0)
-            acc += tl.sum(b_w[:, None] * b_o, 0)
+            l = l * rescale + tl.sum(b_w, 0)
+            acc = acc * rescale + tl.sum(b_w[:, None] * b_o, 0)
+            m = b_m
         seen = l != 0.0
         l = tl.where(seen, l, 1.0)
         o_token = tl.cast(start_q + i_t, tl.int64)
         o_h = tl.cast(i_h, tl.int64)
         p_o = o.x + (tl.cast(i_bq, tl.int64) * o.strides.batch + o_token * o.strides.token + o_h * o.strides.head)
         tl.store(p_o + o_dv, (acc / l).to(o.x.dtype.element_ty), mask=o_dv < SHAPE.DV)
-        b_lse = tl.where(seen, shift + tl.log2(l) * 0.6931471805599453, float("-inf"))
+        b_lse = tl.where(seen, m + tl.log2(l) * 0.6931471805599453, float("-inf"))
         tl.store(lse + ((tl.cast(i_bq, tl.int64) * n_heads + o_h) * n_queries + o_token), b_lse)
 
 

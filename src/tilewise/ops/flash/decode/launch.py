@@ -80,6 +80,8 @@ def plan_forward(inputs: Inputs, config: Config | None = None) -> tuple[torch.Te
         TOKENS=configs.SPLIT_TOKENS,
         KV_HEADS=k.shape[-2],
         WORK=configs.WORK,
+        ENOUGH=configs.ENOUGH,
+        LONG=configs.LONG_KEYS,
         LEAST=configs.LEAST_KEYS,
         KEYS_A_ROW=configs.KEYS_A_ROW,
     )
@@ -123,7 +125,10 @@ def plan_forward(inputs: Inputs, config: Config | None = None) -> tuple[torch.Te
     emit(q, Launch(flash_decode_kernel, slots * (heads // shape.HEADS) * most, arguments))
     if most > 1:
         tokens = tile_slots(queries, 1, inputs.cu_q) * (1 if packed else batch)
-        merge = shared | {"BLOCK_S": configs.MERGED, "num_warps": 4}
+        early = backend.compiles_for(q.device) and backend.architecture(q.device) >= 90
+        merge = shared | {"BLOCK_S": configs.MERGED, "EARLY": early, "num_warps": 1}
+        if early:
+            merge["launch_pdl"] = True
         emit(q, Launch(flash_decode_merge_kernel, tokens * heads, merge))
     return o, lse
 

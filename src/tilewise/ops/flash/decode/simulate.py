@@ -49,19 +49,24 @@ def split(
 def merge(outputs: torch.Tensor, lses: torch.Tensor, at_a_time: int) -> Iterator[Named]:
     """One row's splits, outputs [S, Dv] and LSEs [S], `at_a_time`.
 
-    LSE_part_i, O_part_i, their weights W_i, and O_i, the sum so far; then O_final and LSE [1].
+    LSE_part_i, O_part_i, the maximum M_i and the weights W_i next to it, and O_i, the sum so far; then O_final and
+    LSE [1].
     """
-    largest = lses.max()
-    shift = torch.zeros_like(largest) if largest == -math.inf else largest
-    total, acc = torch.zeros_like(shift), torch.zeros_like(outputs[0])
+    m = lses.new_tensor(-math.inf)
+    total, acc = torch.zeros_like(m), torch.zeros_like(outputs[0])
     for step, first in enumerate(range(0, len(lses), at_a_time)):
         mine = slice(first, first + at_a_time)
+        largest = torch.maximum(m, lses[mine].max())
+        shift = torch.zeros_like(largest) if largest == -math.inf else largest
+        rescale = torch.exp2((m - shift) * simulate.LOG2E)
         weights = torch.exp2((lses[mine] - shift) * simulate.LOG2E)
+        m = largest
         yield f"LSE_part_{step}", lses[mine]
         yield f"O_part_{step}", outputs[mine]
+        yield f"M_{step}", m
         yield f"W_{step}", weights
-        total = total + weights.sum()
-        acc = acc + (weights[:, None] * outputs[mine]).sum(0)
+        total = total * rescale + weights.sum()
+        acc = acc * rescale + (weights[:, None] * outputs[mine]).sum(0)
         yield f"O_{step}", acc
     yield "O_final", acc / (total if total else 1.0)
-    yield "LSE", (shift + torch.log2(total) / simulate.LOG2E)[None] if total else lses.new_full((1,), -math.inf)
+    yield "LSE", (m + torch.log2(total) / simulate.LOG2E)[None] if total else lses.new_full((1,), -math.inf)

@@ -86,7 +86,13 @@ _SPLITS = (
     ("merge-base-2", "splits are merged to base 2", "(b_lse - shift) * 1.4426950408889634", "b_lse - shift"),
     ("merge-last-lost", "the last split is not merged", "i_s + o_s < splits.count", "i_s + o_s < splits.count - 1"),
     ("merge-once", "splits beyond the first 16 are not merged", "(0, splits.count, BLOCK_S)", "(0, 1, BLOCK_S)"),
-    ("lse-of-one-split", "the LSE is that of the heaviest split", "shift + tl.log2(l) * 0.6931471805599453", "shift"),
+    (
+        "merge-forgotten-rescale",
+        "splits merged earlier keep the old maximum",
+        "acc * rescale + tl.sum(",
+        "acc + tl.sum(",
+    ),
+    ("lse-of-one-split", "the LSE is that of the heaviest split", "m + tl.log2(l) * 0.6931471805599453", "m"),
 )
 _TILES = (
     ("group-mixed", "rows of a tile take heads by tokens", "o_r % SHAPE.HEADS)", "o_r // SHAPE.TOKENS % SHAPE.HEADS)"),

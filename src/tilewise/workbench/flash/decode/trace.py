@@ -40,7 +40,7 @@ SPLIT = Kernel(
 MERGE = Kernel(
     "flash_decode_merge_kernel",
     "merge",
-    Naming("O_part", {"LSE_part": ("b_lse",), "O_part": ("b_o",), "W": ("b_w",), "O": ("acc",)}),
+    Naming("O_part", {"LSE_part": ("b_lse",), "O_part": ("b_o",), "M": ("b_m",), "W": ("b_w",), "O": ("acc",)}),
     "round",
 )
 MAKERS = {
@@ -51,7 +51,7 @@ MAKERS = {
     "O_final": "the division by L, or what was stored",
     "LSE_part": "the LSE that each split left",
     "O_part": "the output that each split left",
-    "W": "the weight of a split: exp2 of its LSE less the largest",
+    "W": "the weight of a split: exp2 of its LSE less the largest so far",
 }
 
 
