@@ -242,6 +242,21 @@ def test_on_a_gpu_torch_chooses_it(heads, keys, options, device, on_gpu):
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_it_is_the_same_compiled(device, on_gpu):
+    random = torch.Generator(device).manual_seed(0)
+    given = torch.randn(3, 2, 301, 8, 64, device=device, dtype=torch.bfloat16, generator=random).transpose(2, 3)
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+        expected = differentiated(attend, given)
+        found = differentiated(torch.compile(attend, fullgraph=True), given)
+    assert len(on_gpu) == 4
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_packed_sequences_reach_it(device, on_gpu):
     """As varlen_attn calls it."""
     random = torch.Generator(device).manual_seed(0)
