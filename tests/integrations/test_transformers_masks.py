@@ -144,3 +144,33 @@ def test_positions_of_the_callers_own_are_named():
     where = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     with pytest.raises(NotImplementedError, match="positions of the caller's own"):
         mask(REFUSE)(**where, mask_function=made.remap_positions_for_packed_sequence(CAUSAL, POSITIONS))
+
+
+@pytest.mark.parametrize("fall_back", [False, True])
+def test_a_copied_mask_raises_and_never_goes_to_sdpa(fall_back):
+    """As between GPUs: what it says is not in the tensor, nor whether it is causal."""
+    copied = mask(REFUSE)(batch_size=1, q_length=4, kv_length=4, mask_function=CAUSAL).clone()
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match="a mask that a model or a hook has copied"):
+        attention(Refuse(fall_back=fall_back))(torch.nn.Module(), q, k, v, copied)
+    # Nor can a model add it to scores of its own.
+    with pytest.raises(RuntimeError, match="must match"):
+        q @ k.mT + copied
+
+
+def test_wide_heads_are_named_or_left_to_sdpa():
+    q, k, v = torch.randn(3, 1, 2, 4, 264)
+    with pytest.raises(NotImplementedError, match="heads of more than 256 channels"):
+        attention(REFUSE)(torch.nn.Module(), q, k, v, None)
+    made_mask = mask(REFUSE)(batch_size=1, q_length=4, kv_length=4, mask_function=CAUSAL)
+    with pytest.warns(UserWarning, match="heads of more than 256 channels"):
+        o, _ = attention(Refuse(fall_back=True))(torch.nn.Module(), q, k, v, made_mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(o, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cache", "sinks", "indices", "output_attentions"])
+def test_what_sdpa_would_drop_too_raises(name):
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=rf"\({name}"):
+        attention(Refuse(fall_back=True))(torch.nn.Module(), q, k, v, None, **{name: torch.ones(1)})

@@ -7,15 +7,16 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tilewise.integrations.transformers import blocks
-from tilewise.integrations.transformers.masks import INSTEAD, Mask, Rows
+from tilewise.integrations.transformers.masks import CHOSEN_KEYS, INSTEAD, Mask, Rows
 from tilewise.integrations.transformers.refuse import Refuse
+from tilewise.ops._host.checks import MAX_CHANNELS
 from tilewise.ops.flash.api import flash_attention
 
 Tensor = torch.Tensor
 # What some layers pass that no kernel here takes, nor torch's sdpa where it is False.
 _NOT_TAKEN = {
     "position_bias": ("a bias added to scores (position_bias, as T5 has)", True),
-    "indices": ("a choice of keys (indices, as DeepSeek V3.2 has)", False),
+    "indices": (CHOSEN_KEYS, False),
     "sinks": ("sinks by token (sinks)", False),
     "cache": ("the paged cache of continuous batching (cache)", False),
     "output_attentions": ("returning the weights (output_attentions)", False),
@@ -68,7 +69,12 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
                 refuse(what, 'use attn_implementation="eager"', sdpa=sdpa and not lost)
                 by_sdpa = True
         if attention_mask is not None and mask is None:
-            refuse("a mask of the caller's own, or one that a model or a hook has replaced", INSTEAD, sdpa=not lost)
+            if attention_mask.numel() == 0:
+                refuse("a mask that a model or a hook has copied", INSTEAD, sdpa=False)
+            refuse("a mask of the caller's own, or one that a model has replaced", INSTEAD, sdpa=not lost)
+            by_sdpa = True
+        if max(query.shape[-1], value.shape[-1]) > MAX_CHANNELS:
+            refuse(f"heads of more than {MAX_CHANNELS} channels", INSTEAD, sdpa=not lost)
             by_sdpa = True
         if not by_sdpa:
             if mask is None:

@@ -21,6 +21,7 @@ from tilewise.integrations.transformers.refuse import Refuse
 
 Tensor = torch.Tensor
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
+CHOSEN_KEYS = "a choice of keys (indices, as DeepSeek V3.2 has)"
 _CALLED = {
     "chunked_overlay": "chunked attention",
     "blockwise_overlay": "blocks of tokens that see each other, as those of an image",
@@ -158,8 +159,12 @@ def mask(refuse: Refuse) -> Callable[..., Tensor]:
         attention_mask: Tensor | None = None,
         use_vmap: bool = False,
         device: torch.device | str = "cpu",
+        config: Any = None,
         **_: Any,
     ) -> Tensor:
+        if getattr(config, "index_topk", None) is not None:
+            # Its indexer computes with the mask before any layer is asked.
+            refuse(CHOSEN_KEYS, 'use attn_implementation="eager"', sdpa=False)
         if isinstance(q_offset, Tensor):
             # The cache counts on in that tensor before the layers run.
             q_offset = int(q_offset) if torch.is_grad_enabled() else q_offset.clone()
@@ -189,7 +194,8 @@ def mask(refuse: Refuse) -> Callable[..., Tensor]:
         if wrong:
             refuse(f"a mask of {wrong}", INSTEAD)
             found = found._replace(refused=True)
-        carrier: Any = keep[:, None, None].expand(batch_size, 1, 1, kv_length).clone()
+        # Without elements: a model that computes with it by itself fails, and a copy is known for one.
+        carrier: Any = keep.new_empty(batch_size, 1, 0, 0)
         carrier.tilewise_mask = found
         return carrier
 
