@@ -147,19 +147,22 @@ def test_unions_name_each_block_once_from_the_last_down(device):
 
 
 @pytest.mark.parametrize(
-    ("direction", "mean_union", "group", "query_order"),
+    ("direction", "mean_union", "group", "block_size", "query_order"),
     [
-        ("fwd", 47, 16, True),
-        ("fwd", 49, 16, False),
-        ("fwd", 60, 4, True),
-        ("fwd", 62, 4, False),
-        ("dq", 31, 16, True),
-        ("dq", 33, 4, False),
+        ("fwd", 41, 16, 64, True),
+        ("fwd", 42, 16, 64, False),
+        ("fwd", 24, 16, 128, True),
+        ("fwd", 25, 16, 128, False),
+        ("fwd", 60, 4, 64, True),
+        ("fwd", 62, 4, 64, False),
+        ("dq", 31, 16, 64, True),
+        ("dq", 33, 4, 128, False),
     ],
 )
-def test_the_rule_between_the_orders(direction, mean_union, group, query_order):
-    assert configs.in_query_order(direction, mean_union * 100, 100, 16, group) is query_order
-    assert bool(configs.in_query_order(direction, torch.tensor(mean_union * 100), 100, 16, group)) is query_order
+def test_the_rule_between_the_orders(direction, mean_union, group, block_size, query_order):
+    rest = 100, 16, group, block_size
+    assert configs.in_query_order(direction, mean_union * 100, *rest) is query_order
+    assert bool(configs.in_query_order(direction, torch.tensor(mean_union * 100), *rest)) is query_order
 
 
 @pytest.mark.gpu

@@ -335,11 +335,17 @@ def make_unions(named: Named, tokens: int) -> Unions:
     return unions
 
 
-def faster_order(unions: Unions, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
+def faster_order(unions: Unions, direction: Literal["fwd", "dq"], named: Named, group: int) -> torch.Tensor:
     """UNION or LISTS, int32 on the device: the host does not wait for it."""
-    return compute(_choose_order, unions.sizes, direction, slots, group, shape=(), dtype=torch.int32)
+    return compute(
+        _choose_order, unions.sizes, direction, named.slots, group, named.block_size, shape=(), dtype=torch.int32
+    )
 
 
-def _choose_order(sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int) -> torch.Tensor:
-    chosen: torch.Tensor = configs.in_query_order(direction, sizes[:, 0].sum(), sizes.shape[0], slots, group)
+def _choose_order(
+    sizes: torch.Tensor, direction: Literal["fwd", "dq"], slots: int, group: int, block_size: int
+) -> torch.Tensor:
+    chosen: torch.Tensor = configs.in_query_order(
+        direction, sizes[:, 0].sum(), sizes.shape[0], slots, group, block_size
+    )
     return chosen.to(torch.int32)

@@ -215,7 +215,7 @@ def forward(inputs: Inputs, order: Order = "either") -> tuple[torch.Tensor, torc
     flag = None
     if tokens:
         unions = index.make_unions(inputs.named, tokens)
-        flag = index.faster_order(unions, "fwd", inputs.named.slots, inputs.group) if order == "either" else None
+        flag = index.faster_order(unions, "fwd", inputs.named, inputs.group) if order == "either" else None
         _forward_union(inputs, o, lse, unions, flag)
     if not tokens or order == "either":
         _forward_lists(inputs, o, lse, flag)
@@ -345,7 +345,7 @@ def backward(
         flag = None
         if tokens:
             unions = index.make_unions(named, tokens)
-            flag = index.faster_order(unions, "dq", inputs.named.slots, inputs.group) if order == "either" else None
+            flag = index.faster_order(unions, "dq", inputs.named, inputs.group) if order == "either" else None
             _backward_union(inputs, incoming, dq, unions, flag)
             _backward_lists(inputs, incoming, sums, None, dsel, flag)
         if not tokens or order == "either":
