@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import decode
 import flash
 import flash_layouts
+import flash_options
+import flash_short
 import harness
 import hstu
 import minimax
@@ -56,7 +58,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "cpu")
     monkeypatch.setattr(harness, "need_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for script in (decode, nsa_decode, flash, flash_layouts, hstu, minimax, training_step):
+    scripts = (decode, nsa_decode, flash, flash_layouts, flash_options, flash_short, hstu, minimax, training_step)
+    for script in scripts:
         monkeypatch.setattr(script, "Clock", lambda device: Clock(torch.device("cpu")))
         if hasattr(script, "take_turns"):
             brief = script.take_turns
@@ -65,7 +68,8 @@ def on_the_cpu(monkeypatch):
         monkeypatch.setattr(script, "host_times", lambda calls, *_, **__: {name: {"host": 1.26} for name in calls})
     for script in (decode, nsa_decode):
         monkeypatch.setattr(script, "captured", lambda step: step)
-    monkeypatch.setattr(hstu, "graph_milliseconds", lambda clock, step: clock.run([step], 1)[0])
+    for script in (flash_short, hstu):
+        monkeypatch.setattr(script, "graph_milliseconds", lambda clock, step: clock.run([step], 1)[0])
     with OnTheCpu():
         yield
 
@@ -122,31 +126,61 @@ def test_nsa_decode(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.usefixtures("on_the_cpu", "no_flash_attn")
 def test_flash(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(flash, "SHAPES", ((1, 64, 2, 32),))
+    shapes = flash.Shape(1, 64, 2, 32), flash.Shape(0, 0, 4, 32, 2, 16, lengths=(5, 9))
+    monkeypatch.setattr(flash, "SHAPES", shapes)
+    monkeypatch.setattr(flash, "compile_kernels", lambda: [flash._run_once((shape, True)) for shape in shapes])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     *rows, overhead = run(flash, monkeypatch, tmp_path, capsys)["rows"]
     assert [(row["case"], row["direction"]) for row in rows] == [
-        (f"B 1, T 64, H 2, D 32{mask}", direction) for mask in ("", ", causal") for direction in ("forward", "backward")
+        (f"{name}{mask}", direction)
+        for name in ("B 1, T 64, H 2, D 32", "2 packed, H 4 / 2, D 32 / 16")
+        for mask in ("", ", causal")
+        for direction in ("forward", "backward")
     ]
     assert {name for row in rows for name in row["milliseconds"]} >= {"tilewise", "tilewise free"}
+    assert shapes[1].operations(True, "backward") == 2.5 * 0.5 * 2 * 4 * (25 + 81) * 48
     assert not any("flash-attn-4" in row["ratio"] for row in rows)
     assert overhead["microseconds"] == {"inference": 1.3, "training": 1.3}
 
 
 @pytest.mark.usefixtures("on_the_cpu", "fake_flash_attn")
 def test_flash_beside_flash_attention_4(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(flash, "SHAPES", ((1, 64, 2, 32),))
+    monkeypatch.setattr(flash, "SHAPES", (flash.Shape(1, 64, 2, 32), flash.Shape(0, 0, 2, 32, lengths=(5, 9))))
+    monkeypatch.setattr(flash, "compile_kernels", lambda: None)
     monkeypatch.setattr(flash, "take_turns", lambda _, calls: {name: SimpleNamespace(median=1.0) for name in calls})
     document = run(flash, monkeypatch, tmp_path, capsys)
     forward, backward = document["rows"][:2]
     assert [name for name in forward["ratio"] if "-4" in name] == ["flash-attn-4"]
     assert [name for name in backward["ratio"] if "-4" in name] == ["flash-attn-4", "flash-attn-4-fixed"]
     calls = sys.modules["flash_attn.cute"].calls
-    assert {call["shape"] for call in calls} == {(1, 64, 2, 32)}
+    assert {call["shape"] for call in calls} == {(1, 64, 2, 32), (14, 2, 32)}
+    assert [call["max_seqlen_q"] for call in calls if "max_seqlen_q" in call] == [9] * 4
     assert {(call["causal"], call["deterministic"]) for call in calls} == {
         (causal, fixed) for causal in (False, True) for fixed in (False, True)
     }
     header = table.flash_lines(document)[0]
     assert re.search(r"forward TFLOP/s .*\| × FA-4 \| backward TFLOP/s .*\| × FA-4 \| × FA-4 fixed \|$", header)
+
+
+@pytest.mark.usefixtures("on_the_cpu", "fake_flash_attn")
+def test_flash_short(monkeypatch, tmp_path, capsys):
+    for name, values in (("LENGTHS", (16,)), ("HEADS", (2,)), ("WIDTHS", (32,))):
+        monkeypatch.setattr(flash_short, name, values)
+    rows = run(flash_short, monkeypatch, tmp_path, capsys)["rows"]
+    assert [row["case"] for row in rows] == [
+        f"B 1, T 16, H 2, D 32{mask}, {kind}" for mask in ("", ", causal") for kind in ("forward", "step")
+    ]
+    assert {"tilewise", "tilewise free", "flash-attn-4"} <= set(rows[-1]["graph_milliseconds"])
+    assert all(row["to_the_best_other"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_flash_options(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(flash_options, "SHAPES", (flash.Shape(1, 40, 2, 16),))
+    monkeypatch.setattr(flash_options, "WINDOW", 9)
+    rows = run(flash_options, monkeypatch, tmp_path, capsys)["rows"]
+    assert [list(row["milliseconds"]) for row in rows] == [["plain", "fp16", "softcap", "window"]] * 2
+    assert flash_options.shares(flash.Shape(1, 40, 2, 16))["window"] == (10 * 40 - 45) / (40 * 41 / 2)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
