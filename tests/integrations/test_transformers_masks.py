@@ -1,5 +1,7 @@
 """What is read off a mask against the whole mask that transformers makes of it."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -85,11 +87,11 @@ def test_it_is_the_whole_mask(name, training):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def attend(length=4, kv_length=4, is_causal=None, mask_of=None, **given):
+def attend(length=4, kv_length=4, is_causal=None, mask_of=None, refuse=REFUSE, **given):
     q, k, v = (torch.randn(1, 2, n, 8) for n in (length, kv_length, kv_length))
     if mask_of is not None:
-        given["attention_mask"] = mask(REFUSE)(batch_size=1, mask_function=CAUSAL, **mask_of)
-    return attention(REFUSE)(
+        given["attention_mask"] = mask(refuse)(batch_size=1, **{"mask_function": CAUSAL} | mask_of)
+    return attention(refuse)(
         torch.nn.Module(), q, k, v, given.pop("attention_mask", None), is_causal=is_causal, **given
     )
 
@@ -147,9 +149,10 @@ def test_positions_of_the_callers_own_are_named():
 
 
 @pytest.mark.parametrize("fall_back", [False, True])
-def test_a_copied_mask_raises_and_never_goes_to_sdpa(fall_back):
-    """As between GPUs: what it says is not in the tensor, nor whether it is causal."""
-    copied = mask(REFUSE)(batch_size=1, q_length=4, kv_length=4, mask_function=CAUSAL).clone()
+@pytest.mark.parametrize("change", [torch.clone, lambda x: x[:, :, -1:]], ids=["copied", "cut"])
+def test_a_copied_mask_raises_and_never_goes_to_sdpa(change, fall_back):
+    """As between GPUs, or as Gemma 4 cuts it: what it says is not in the tensor, nor whether it is causal."""
+    copied = change(mask(REFUSE)(batch_size=1, q_length=4, kv_length=4, mask_function=CAUSAL))
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match="a mask that a model or a hook has copied"):
         attention(Refuse(fall_back=fall_back))(torch.nn.Module(), q, k, v, copied)
@@ -174,3 +177,27 @@ def test_what_sdpa_would_drop_too_raises(name):
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=rf"\({name}"):
         attention(Refuse(fall_back=True))(torch.nn.Module(), q, k, v, None, **{name: torch.ones(1)})
+
+
+PADDED = {"q_length": 4, "kv_length": 4, "attention_mask": torch.tensor([[True, True, True, False]])}
+UNION = made.or_masks(CAUSAL, BOTH)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"dropout": 0.1, "mask_of": PADDED, "cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}, "dropout"),
+        ({"dropout": 0.1, "cu_seq_lens_k": OFFSETS}, "dropout"),
+        ({"attention_mask": torch.ones(1, 4).bool()}, "a mask of the caller's own"),
+        (
+            {"mask_of": {"q_length": 4, "kv_length": 4, "mask_function": UNION}, "softcap": 2.0},
+            r"a mask of a union of masks \(.*\) together with softcap",
+        ),
+    ],
+)
+def test_what_goes_to_sdpa_is_whole(given, named):
+    """Where sdpa would be told less than the layer was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NotImplementedError, match=named):
+            attend(refuse=Refuse(fall_back=True), **given)

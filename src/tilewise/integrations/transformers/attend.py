@@ -56,11 +56,14 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
             softcap is not None
             or s_aux is not None
             or (attention_mask is None and sliding_window is not None)
-            or (cu_seq_lens_q is not None and (mask is None or mask.rows is None))
+            or ((cu_seq_lens_q is not None or cu_seq_lens_k is not None) and not _is_packed(mask))
         )
-        by_sdpa = mask is not None and mask.refused
-        if by_sdpa and lost:
-            refuse("such a mask with softcap, sinks or cu_seq_lens", 'use attn_implementation="eager"', sdpa=False)
+        by_sdpa = False
+        if mask is not None and mask.refused:
+            if lost:
+                what = f"a mask of {mask.refused} together with softcap, sinks or cu_seq_lens"
+                refuse(what, 'use attn_implementation="eager"', sdpa=False)
+            by_sdpa = True
         if dropout > 0:
             refuse(f"dropout ({dropout} in training)", "set attention_dropout to 0, or " + INSTEAD, sdpa=not lost)
             by_sdpa = True
@@ -70,8 +73,12 @@ def attention(refuse: Refuse) -> Callable[..., tuple[Tensor, None]]:
                 by_sdpa = True
         if attention_mask is not None and mask is None:
             if attention_mask.numel() == 0:
-                refuse("a mask that a model or a hook has copied", INSTEAD, sdpa=False)
-            refuse("a mask of the caller's own, or one that a model has replaced", INSTEAD, sdpa=not lost)
+                refuse("a mask that a model or a hook has copied or cut", INSTEAD, sdpa=False)
+            # sdpa would broadcast one of fewer axes.
+            has_all_axes = attention_mask.dim() == 4
+            refuse(
+                "a mask of the caller's own, or one that a model has replaced", INSTEAD, sdpa=has_all_axes and not lost
+            )
             by_sdpa = True
         if max(query.shape[-1], value.shape[-1]) > MAX_CHANNELS:
             refuse(f"heads of more than {MAX_CHANNELS} channels", INSTEAD, sdpa=not lost)
@@ -121,13 +128,18 @@ def _by_module(
     return Mask(q_length, kv_length, causal, (before, 0 if causal and before >= 0 else before), kv_length)
 
 
+def _is_packed(mask: Mask | None) -> bool:
+    """Whether the mask knows of packed sequences, by their positions."""
+    return mask is not None and mask.rows is not None and mask.rows.k is None
+
+
 def _with_offsets(mask: Mask, cu_q: Tensor | None, cu_k: Tensor | None) -> Mask:
     """With the packed sequences that a caller's offsets say, where they are given."""
     if cu_q is None and cu_k is None:
         return mask
     if cu_q is None or cu_k is None:
         raise ValueError("one of cu_seq_lens_q and cu_seq_lens_k is given: give both, or neither")
-    if mask.lengths is not None or mask.leftpad is not None or (mask.rows is not None and mask.rows.k is not None):
+    if mask.lengths is not None or mask.leftpad is not None or (mask.rows is not None and not _is_packed(mask)):
         raise ValueError("cu_seq_lens_q is given with padding or a static cache: leave one of the two out")
     return mask._replace(rows=Rows(None, None, cu_q, cu_k))
 

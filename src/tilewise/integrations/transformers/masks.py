@@ -67,9 +67,9 @@ class Mask(NamedTuple):
     lengths: Tensor | None = None
     leftpad: Tensor | None = None
     rows: Rows | None = None
-    # The whole mask, [B, 1, q_length, kv_length], for sdpa; and whether sdpa has to compute it.
+    # The whole mask, [B, 1, q_length, kv_length], for sdpa; and what of it sdpa has to compute, if anything.
     full: Callable[[], Tensor] | None = None
-    refused: bool = False
+    refused: str = ""
 
 
 class Pattern:
@@ -193,7 +193,7 @@ def mask(refuse: Refuse) -> Callable[..., Tensor]:
             found, wrong = _placed(found, pattern, q_offset - kv_offset + q_length, keep.expand(batch_size, -1))
         if wrong:
             refuse(f"a mask of {wrong}", INSTEAD)
-            found = found._replace(refused=True)
+            found = found._replace(refused=wrong)
         # Without elements: a model that computes with it by itself fails, and a copy is known for one.
         carrier: Any = keep.new_empty(batch_size, 1, 0, 0)
         carrier.tilewise_mask = found
