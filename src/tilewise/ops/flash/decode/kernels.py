@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra import cuda
 
 from tilewise.ops._device.records import Rows, Window
 from tilewise.ops._device.rows import load_rows, locate_slot, sequence_bounds
@@ -326,7 +326,7 @@ def flash_decode_merge_kernel(
     splits = split_keys(Tq, keys, limits.left, SHAPE, RULE)
     if EARLY:
         # It is launched while the last splits still run.
-        gdc_wait()
+        cuda.gdc_wait()
     if (i_t < Tq) & (splits.count > 1):
         i_bq = i_b
         start_q = start
