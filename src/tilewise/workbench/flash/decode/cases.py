@@ -46,7 +46,7 @@ CASES = (
         splits=4,
         softcap=4.0,
     ),
-    _case("many-splits", "more splits than are merged at a time", lengths=(2300,), H=1, D=8, splits=18),
+    _case("many-splits", "more splits than are merged at a time, T 3", lengths=(2300,), T=3, H=1, D=8, splits=18),
     _case("many-splits-pages", "the same in pages of 128", lengths=(2176,), T=2, H=1, D=4, splits=17, page=128),
     _case("pages", "pages of 16, 1 new key", lengths=(40, 0, 15, 16), new=1, Hk=2, page=16),
     _case(
