@@ -53,7 +53,8 @@ SHIFTED = torch.empty(1 + 512 * 2 * 64, dtype=torch.bfloat16)[1:].view(1, 512, 2
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: flash(Q192), "backward of D 192: portable kernels"),
+        (lambda: flash(Q192, softcap=5.0), "backward of D 192 under softcap: portable kernels"),
+        (lambda: flash(meta(1, 512, 2, 64), v=Q192), "backward of D 64 and Dv 192: portable kernels"),
         (lambda: flash(meta(1, 512, 2, 64, dtype=torch.float32)), "forward: fp32: portable kernels"),
         (lambda: flash(meta(1, 256, 2, 64)), "forward: at most 256 keys: portable kernels"),
         (lambda: flash(meta(1, 512, 2, 32)), "forward: D 32, below 33: portable kernels"),

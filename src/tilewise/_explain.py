@@ -43,7 +43,7 @@ class Explanation:
             `block_n`, `warps`, `stages`, `tma`, `gluon`, `times`.
         backward: the same; None where no tensor requires a gradient.
         reasons: why faster kernels, or faster ways to read tensors, were not taken:
-            `backward of D 192: portable kernels`.
+            `backward of D 192 under softcap: portable kernels`.
         forward_bytes: the most memory that the forward holds at a time besides what it returns or keeps for the
             backward.
         backward_bytes: the same of the backward, besides gradients.

@@ -22,11 +22,18 @@ from tilewise.workbench.flash.planted_sync import SYNC
 PLANTED = Path(__file__).parent / "planted.py"
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gluon_kernel.py"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are recorded interpreted")
+WIDE = ["--direction", "backward", "--kernel-index", "bwd-bf16-d192-dv192-64x64-s3-fixed"]
 BUGS = {bug.name: bug for bug in (*HOPPER, *SYNC)}
 
 
+def numbered(words):
+    """With a configuration's number in place of its name."""
+    names = [entry.short for entry in workbench.find("flash-hopper").load("configs").entries()]
+    return [str(names.index(word)) if word in names else word for word in words]
+
+
 def trace(tmp_path, *words):
-    outcome = CliRunner().invoke(cli.app, ["trace", *words, "--out", str(tmp_path)])
+    outcome = CliRunner().invoke(cli.app, ["trace", *numbered(words), "--out", str(tmp_path)])
     return outcome.exit_code, outcome.output
 
 
@@ -43,6 +50,10 @@ def agreeing(output):
         (["--causal", "--program", "1", "--dtype", "fp16"], [20, 29, 29]),
         # Nine values of each of four visits; K, V, dK_final and dV_final.
         (["--direction", "backward", "--causal", "--seq-blocks", "4", "--program", "1"], [40, 40]),
+        # In pieces of 64 channels: of three steps, as above.
+        (["--kernel-index", "fwd-bf16-d192-dv192-128x64-g2-s2", "--seq-blocks", "1"], [20, 20]),
+        # Of warpgroups that share the keys: six values of each of six visits, and five; K and dK_final, V and dV_final.
+        ([*WIDE, "--causal", "--seq-blocks", "4", "--program", "1"], [38, 32]),
     ],
 )
 def test_every_value_agrees(tmp_path, words, counts):
@@ -77,6 +88,7 @@ def test_in_every_configuration(tmp_path, causal):
             "hopper-causal-long", ["--direction", "backward", "--causal"], "visit 0, P", marks=pytest.mark.slow
         ),
         pytest.param("hopper-columns-swapped", ["--direction", "backward"], "visit 0, dQ_part", marks=pytest.mark.slow),
+        pytest.param("hopper-wide-delta-dropped", WIDE, "visit 0, dS", marks=pytest.mark.slow),
         pytest.param("hopper-dk-unscaled", ["--direction", "backward"], "dK_final", marks=pytest.mark.slow),
         pytest.param("hopper-dq-unscaled", ["--direction", "backward"], "dQ_final", marks=pytest.mark.slow),
     ],
@@ -89,7 +101,10 @@ def test_each_planted_bug_is_found_where_it_is(tmp_path, bug, words, place):
 def traced_with(bug, tmp_path, words):
     command = [sys.executable, str(PLANTED), bug.module, bug.old, bug.new, "flash-hopper", "--out", str(tmp_path)]
     outcome = subprocess.run(
-        [*command, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+        [*command, *numbered(words)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
     )
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     return outcome.stdout

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tilewise import cli
 from tilewise.ops.flash.configs import SHARED_MEMORY
-from tilewise.ops.flash.hopper.configs import FORWARD, FORWARD_CAPPED, FORWARD_SHORT
+from tilewise.ops.flash.hopper.configs import BACKWARD, FORWARD, FORWARD_CAPPED, FORWARD_SHORT
 from tilewise.verify.every_config import Request, run_entries
 from tilewise.workbench.flash.configs_hopper import BackwardEntry, ForwardEntry, entries
 
@@ -44,9 +44,9 @@ def test_the_tables_are_whole():
     assert {(entry.channels, entry.values): entry.config for entry in forward if entry.capped} == FORWARD_CAPPED
     backward = [entry for entry in ENTRIES if isinstance(entry, BackwardEntry)]
     orders = ("fixed", "opened", "cleared")
-    assert {(entry.channels, entry.values, entry.order) for entry in backward} == set(
-        itertools.product((64, 128), (64, 128), orders)
-    )
+    assert {(entry.channels, entry.values, entry.order) for entry in backward} == {
+        (*widths, order) for widths, order in itertools.product(BACKWARD, orders)
+    }
     assert len({entry.short for entry in ENTRIES}) == len(ENTRIES)
     assert all(entry.shared_memory <= SHARED_MEMORY["hopper"] for entry in ENTRIES)
 

@@ -93,11 +93,12 @@ def hook(function: str, name: str, value: Any, line: int) -> None:
     if watcher is None:
         return
     place = Assignment(function, name, line)
-    if not hasattr(type(value), "_fields"):
+    if not isinstance(value, tuple):
         _show(watcher, place, value, agent)
         return
-    for field in value._fields:
-        _show(watcher, place._replace(name=f"{name}.{field}"), getattr(value, field), agent)
+    fields = getattr(type(value), "_fields", range(len(value)))
+    for field, element in zip(fields, value, strict=True):
+        _show(watcher, place._replace(name=f"{name}.{field}"), element, agent)
 
 
 def _show(watcher: Watcher, place: Assignment, value: Any, agent: Any) -> None:

@@ -172,7 +172,8 @@ def _guess(full: str, name: str, step: int, kernel: Values, simulation: Values) 
         other = "dV_final" if full == "dK_final" else "dK_final"
         if other in simulation and simulation[other].shape == ours.shape and _close(ours, simulation[other]):
             return f"{full} holds what {other} should: dK and dV are exchanged"
-    if name == "dS" and f"P_{step}" in kernel and _close(ours, kernel[f"P_{step}"] * kernel[f"dP_{step}"]):
+    p, dp = kernel.get(f"P_{step}"), kernel.get(f"dP_{step}")
+    if name == "dS" and p is not None and dp is not None and _close(ours, p * dp):
         return "dS is P · dP: delta is not subtracted"
     return _factor(full, ours, theirs)
 

@@ -27,6 +27,7 @@ VARIANTS = {
     "one-head-window": {"causal": True, "left": 512},
     "packed": {"causal": True, "packed": True},
     "softcap": {"softcap": 30.0},
+    "uncapped": {"left": 100, "right": 20, "scale": -0.5, "packed": True, "heads_k": 2, "sinks": True},
     "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "heads_k": 2, "sinks": True},
 }
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tilewise import flash_attention
+from tilewise import flash_attention, interpreter
 from tilewise.ops._host import backend
 from tilewise.ops.flash.hopper import launch
 from tilewise.verify.implementation import SIMULATED_SMS
@@ -26,5 +26,5 @@ def _attend(order: str, *arguments: Any, **options: Any) -> Any:
 
     # For good, since the backward runs after this returns: verify loads one function a process.
     launch.choose_order = choose
-    with backend.as_if_on(90), backend.few_sms(SIMULATED_SMS):
+    with backend.as_if_on(90), backend.few_sms(SIMULATED_SMS), interpreter.written_barriers():
         return flash_attention(*arguments, **options, backend="triton", deterministic=False)

@@ -67,6 +67,10 @@ FORWARD = (
     "lengths=300/40,lengths_k=100/400,H=3,Hk=1,D=128,Dv=64",
     "lengths=333/0/64/300,H=2,D=128,window=80/30,softcap=10.0",
     "lengths=200/129,H=1,D=192,Dv=256,causal=true",
+    "lengths=300/1/0/450,H=4,Hk=2,D=160,Dv=128",
+    "T=600,H=6,Hk=3,D=192,window=200/30",
+    "T=513,Tk=300,H=2,D=256,Dv=192,scale=-0.3",
+    "T=300,H=2,D=128,Dv=192,causal=true",
     # More items than SMs: programs go from one to the next.
     "B=4,T=1024,H=16,D=64,causal=true",
     "B=4,T=777,H=16,Hk=4,D=128",
@@ -75,7 +79,7 @@ FORWARD = (
 
 
 # Named cases of verify, which alone can catch some of the bugs planted in these kernels.
-NAMED = ("packed-128", "long-128", "long-empty", "long-window", "long-packed")
+NAMED = ("packed-128", "long-128", "long-empty", "long-window", "long-packed", "long-192", "long-packed-256")
 
 
 def forward_kernels(case: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:

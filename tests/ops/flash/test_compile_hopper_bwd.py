@@ -26,6 +26,9 @@ SPILLED = {
 
 def most_spilled(channels: int, values: int, variant: str) -> int:
     """Bytes that a thread may spill."""
+    if max(channels, values) > 128:
+        # One more number that the loop keeps, under a left limit.
+        return 16 if channels == 256 and variant in ("window", "one-head-window") else 0
     if min(channels, values) > 64:
         return SPILLED[variant]
     return 96 if max(channels, values) > 64 else 16
@@ -75,3 +78,32 @@ def test_narrow_ones_in_a_free_order(variant, order):
 )
 def test_every_width(dtype, channels, values):
     check(dtype, channels, values, "all")
+
+
+@pytest.mark.parametrize(
+    ("channels", "values"),
+    [
+        (192, 128),
+        pytest.param(192, 192, marks=pytest.mark.slow),
+        pytest.param(256, 256, marks=pytest.mark.slow),
+        *(pytest.param(*widths, marks=pytest.mark.nightly) for widths in ((128, 192), (128, 256), (256, 64))),
+    ],
+)
+@pytest.mark.parametrize(
+    ("variant", "order"),
+    [
+        ("causal", "fixed"),
+        *(
+            pytest.param(variant, order, marks=pytest.mark.nightly)
+            for variant, order in (
+                *(
+                    (one, "fixed")
+                    for one in ("plain", "groups", "sweeps", "window", "one-head-window", "packed", "uncapped")
+                ),
+                ("causal", "cleared"),
+            )
+        ),
+    ],
+)
+def test_wide_ones_do_not_spill(channels, values, variant, order):
+    check("bfloat16", channels, values, variant, order)

@@ -6,6 +6,7 @@ import pytest
 
 from tilewise.ops.flash.configs import SHARED_MEMORY, Problem
 from tilewise.ops.flash.hopper.configs import (
+    BACKWARD,
     CACHED_BYTES,
     FORWARD,
     FORWARD_CAPPED,
@@ -13,9 +14,11 @@ from tilewise.ops.flash.hopper.configs import (
     REGISTERS,
     SHORT_KEYS,
     WIDTHS,
+    choose_backward,
     choose_forward,
     heads_together,
     padded,
+    piece,
     shared_bytes,
     why_not,
 )
@@ -31,8 +34,10 @@ BESIDE = 2048
         ("forward", {}, True),
         ("backward", {}, True),
         ("forward", {"channels": 256}, True),
-        ("backward", {"channels": 256}, False),
-        ("backward", {"value_channels": 136}, False),
+        ("backward", {"channels": 256}, True),
+        ("backward", {"value_channels": 136}, True),
+        ("backward", {"channels": 64, "value_channels": 136}, False),
+        ("backward", {"channels": 136, "value_channels": 40}, True),
         ("forward", {"channels": 40, "value_channels": 8}, True),
         ("forward", {"channels": 32, "value_channels": 32}, False),
         ("forward", {"channels": 32, "value_channels": 40}, True),
@@ -44,7 +49,13 @@ BESIDE = 2048
     ids=str,
 )
 def test_which_channels_and_keys_they_take(direction, changes, expected):
-    assert (why_not(direction, USUAL._replace(**changes)) is None) is expected
+    assert (why_not(direction, USUAL._replace(**changes), False) is None) is expected
+
+
+def test_softcap_leaves_the_backward_of_wide_problems_to_the_portable_kernels():
+    wide = USUAL._replace(channels=192)
+    assert why_not("backward", wide, True) == "backward of D 192 under softcap"
+    assert why_not("forward", wide, True) is why_not("backward", USUAL, True) is None
 
 
 def test_the_table_is_whole_and_fits():
@@ -55,6 +66,9 @@ def test_the_table_is_whole_and_fits():
             assert config.stages >= 2, "a tile is fetched while another is in use"
             assert not config.o_in_q or widths[0] == widths[1], "O has Q's place and must have its width"
             assert config.groups in REGISTERS
+    # Of fewer than 128 channels, two warpgroups that share the keys have no columns of dQ each.
+    assert set(BACKWARD) == set(FORWARD) - {(64, 192), (64, 256)}
+    assert choose_backward(160, 136) == choose_backward(192, 192)
 
 
 @pytest.mark.parametrize("groups", REGISTERS)
@@ -65,9 +79,12 @@ def test_a_block_has_registers_enough(groups):
     assert all(count % 8 == 0 for count in registers)
 
 
-@pytest.mark.parametrize(("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("channels", "width"), [(8, 64), (64, 64), (65, 128), (128, 128), (136, 192), (192, 192), (200, 256)]
+)
 def test_padded(channels, width):
     assert padded(channels) == width
+    assert piece(width) == (64 if width == 192 else width)
     assert choose_forward(channels, channels, 4096, False, False, True) == FORWARD[width, width]
     assert choose_forward(channels, channels, 4096, False, True, True) == FORWARD[width, width]._replace(groups=2)
 

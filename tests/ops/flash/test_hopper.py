@@ -66,7 +66,7 @@ def forward(q, k, v, cu_q=None, cu_k=None, causal=True):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [64, 128, 256])
+@pytest.mark.parametrize("channels", [64, 128, 192, 256])
 @pytest.mark.parametrize("packed", [False, True])
 def test_neighbours_never_reach_a_sequence(channels, packed):
     """Packed neighbours may hold NaN or inf, and so may what lies around a tensor cut out of another: not a bit
@@ -95,7 +95,7 @@ def test_neighbours_never_reach_a_sequence(channels, packed):
 
 @needs_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [64, 128, 256])
+@pytest.mark.parametrize("channels", [64, 128, 192, 256])
 def test_rows_beside_an_output_stay_as_they_are(channels):
     """The kernel writes all rows of its output and its LSE, and none beside: packed sequences share one tensor."""
     q, k, v = tensors(*[(900, 2, channels)] * 3)

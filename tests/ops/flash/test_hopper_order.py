@@ -24,7 +24,9 @@ from tilewise.ops._device.hopper.semaphore import (
 from tilewise.ops._device.records import Limits
 from tilewise.ops.flash.hopper.launch import TOGETHER_SHORT
 
-BLOCK_M, BLOCK_N = 64, 128
+BLOCK_M = 64
+# Of up to 128 channels, and of more.
+BLOCKS_N = (128, 64)
 MOST = 16
 
 pytestmark = pytest.mark.gpu
@@ -50,32 +52,32 @@ def reach_kernel(out, n_queries, n_keys, left, right, BLOCK_M: tl.constexpr, BLO
     tl.store(out + 6 * MOST + o_tile * MOST + o[None, :], none[None, :] + is_first)
 
 
-def reach(device, n_queries, n_keys, left, right):
+def reach(device, block_n, n_queries, n_keys, left, right):
     """For each block of keys its query tiles and those that need no mask, for each tile its blocks: rows of first and
     end.
 
     And for each tile of those that it meets whether a block is the first.
     """
     out = torch.zeros(6 + MOST, MOST, dtype=torch.int32, device=device)
-    reach_kernel[(1,)](out, n_queries, n_keys, left, right, BLOCK_M, BLOCK_N, MOST)
+    reach_kernel[(1,)](out, n_queries, n_keys, left, right, BLOCK_M, block_n, MOST)
     return *out[:6].tolist(), out[6:].tolist()
 
 
-def meets(n_queries, n_keys, left, right):
+def meets(block_n, n_queries, n_keys, left, right):
     """Whether tile m meets block n, and needs no mask there: from the definition, of all rows and keys that a tile and
     a block have room for.
     """
     off = n_keys - n_queries
-    tiles, blocks = -(-n_queries // BLOCK_M), -(-n_keys // BLOCK_N)
+    tiles, blocks = -(-n_queries // BLOCK_M), -(-n_keys // block_n)
     i = torch.arange(tiles * BLOCK_M)[:, None]
-    j = torch.arange(blocks * BLOCK_N)[None, :]
+    j = torch.arange(blocks * block_n)[None, :]
     keep = torch.ones(len(i), j.shape[1], dtype=torch.bool)
     if left is not None:
         keep &= j >= i + off - left
     if right is not None:
         keep &= j <= i + off + right
-    by_tile = keep.view(tiles, BLOCK_M, blocks, BLOCK_N)
-    inside = (keep & (j < n_keys)).view(tiles, BLOCK_M, blocks, BLOCK_N)
+    by_tile = keep.view(tiles, BLOCK_M, blocks, block_n)
+    inside = (keep & (j < n_keys)).view(tiles, BLOCK_M, blocks, block_n)
     return by_tile.any(1).any(-1), inside.all(1).all(-1)
 
 
@@ -85,12 +87,13 @@ PROBLEMS = list(itertools.product(SIZES, SIZES, LIMITS, LIMITS))
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_tiles_and_blocks_find_each_other(part, device):
+@pytest.mark.parametrize("block_n", BLOCKS_N)
+def test_tiles_and_blocks_find_each_other(block_n, part, device):
     """Both sides say the same, and what the mask says; all of it on a GPU, a sample where kernels are interpreted."""
-    problems = PROBLEMS[part::4] if device.type == "cuda" else random.Random(part).sample(PROBLEMS, 60)
+    problems = PROBLEMS[part::4] if device.type == "cuda" else random.Random(part).sample(PROBLEMS, 30)
     for problem in problems:
-        low, high, whole_low, whole_high, first, end, is_first = reach(device, *problem)
-        met, whole = meets(*problem)
+        low, high, whole_low, whole_high, first, end, is_first = reach(device, block_n, *problem)
+        met, whole = meets(block_n, *problem)
         for m, n in itertools.product(range(met.shape[0]), range(met.shape[1])):
             assert (low[n] <= m < high[n]) == (first[m] <= n < end[m]) == met[m, n], (problem, m, n)
             if met[m, n]:
@@ -152,13 +155,14 @@ FREE = [problem for problem in ORDERED if problem[2] is None]
     ("problem", "group"), [*itertools.product(ORDERED, (1, 2, 3)), *((problem, None) for problem in FREE)], ids=str
 )
 @pytest.mark.parametrize("processors", [1, 2, 5])
-def test_nobody_waits_forever_and_every_block_adds_once(problem, group, processors, device):
+@pytest.mark.parametrize("block_n", BLOCKS_N)
+def test_nobody_waits_forever_and_every_block_adds_once(problem, group, processors, block_n, device):
     """Programs take blocks in the order of tickets, the next while the last steps of one are made, and go on at random.
 
     Ordered, a tile gets its blocks from the first to the last; without a group, sums are opened.
     """
-    low, high, _, _, first, end, _ = reach(device, *problem)
-    ordered, group, blocks = group is not None, group or 1, -(-problem[1] // BLOCK_N)
+    low, high, _, _, first, end, _ = reach(device, block_n, *problem)
+    ordered, group, blocks = group is not None, group or 1, -(-problem[1] // block_n)
     rng = random.Random(processors)
     sweeps = problem[2] is not None or problem[3] is None
     waiting = [Block(n, low[n], high[n], group, sweeps) for n in range(blocks)]

@@ -12,15 +12,18 @@ from tilewise.ops.flash import launch
 from tilewise.ops.flash.hopper import launch as hopper_launch
 from tilewise.ops.flash.hopper.configs import choose_backward
 
-BLOCK_M, BLOCK_N, *_ = choose_backward(64, 64)
+# Of all widths.
+BLOCK_M = choose_backward(64, 64).block_m
 
 pytestmark = pytest.mark.gpu
 
 
-def private(tile, width):
-    """[M, D] as the kernel leaves it in memory: [D / 8, M, 8], 0 past D."""
+def private(tile, width, wide):
+    """[M, D] as the kernel leaves it in memory, 0 past D: [D / 8, M, 8]; of wide ones [D / 16, M, 4, 2, 2]."""
     whole = torch.zeros(BLOCK_M, width)
     whole[: tile.shape[0], : tile.shape[1]] = tile
+    if wide:
+        return whole.view(BLOCK_M, -1, 2, 4, 2).permute(1, 0, 3, 2, 4).reshape(-1)
     return whole.view(BLOCK_M, -1, 8).transpose(0, 1).reshape(-1)
 
 
@@ -79,7 +82,7 @@ def main_in_torch(arguments):
             for m in range(tiles):
                 of_tile = slice(m * BLOCK_M, (m + 1) * BLOCK_M)
                 if keep[of_tile].any():
-                    acc_dq[row // inside, first + m, row % inside] = private(dq[of_tile], width)
+                    acc_dq[row // inside, first + m, row % inside] = private(dq[of_tile], width, tile.WIDE)
         dk[place_k] = (sum_dk * scales.scale).to(dk.dtype)
         dv[place_k] = sum_dv.to(dv.dtype)
 
@@ -103,6 +106,7 @@ CASES = {
     "groups": {"tokens": 70, "keys": 140, "heads": 4},
     "packed groups": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "heads": 4, "causal": True},
     "packed with empty ones": {"lengths": (70, 0, 5, 64), "lengths_k": (3, 9, 0, 140), "causal": True, "channels": 72},
+    "in three pieces": {"tokens": 70, "keys": 140, "heads": 4, "channels": 192, "causal": True},
     "softcap, negative scale": {"tokens": 70, "keys": 80, "softcap": 5.0, "scale": -0.3},
 }
 
@@ -112,7 +116,7 @@ def run_around(launches, device):
     prepare, main, finish = launches
     k, offsets = main.arguments["k"].base, main.arguments["offsets"]
     blocks = (
-        hopper_launch.tile_slots(k.shape[-3], BLOCK_N, offsets.k)
+        hopper_launch.tile_slots(k.shape[-3], main.arguments["TILE"].BLOCK_N, offsets.k)
         * k.shape[-2]
         * (k.shape[0] if offsets.k is None else 1)
     )

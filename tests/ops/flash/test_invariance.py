@@ -54,7 +54,7 @@ def test_the_number_of_keys_decides_by_three_limits(architecture, channels):
             for keys in (first, first + 1, (first + last) // 2, last):
                 problem = configs.Problem(channels, channels, keys, element_size, True)
                 tiles = hopper_configs.choose_forward(channels, channels, keys, capped, left, right)
-                own = tiles if hopper_configs.why_not("forward", problem) is None else None
+                own = tiles if hopper_configs.why_not("forward", problem, capped) is None else None
                 chosen.add((configs.choose("fwd", problem, architecture), own))
             assert len(chosen) == 1
 

@@ -18,9 +18,10 @@ NEWEST_KNOWN = (3, 9)
 # By module, the names that the kernels use; of names separated by | any one will do.
 NEEDED: dict[str, tuple[str, ...]] = {
     "triton.language.core": ("_aggregate",),
-    "triton.experimental.gluon": ("jit",),
+    "triton.experimental.gluon": ("constexpr_function", "jit"),
     "triton.experimental.gluon.language": (
-        *("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout.get_default_for"),
+        *("BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout"),
+        "NVMMASharedLayout.get_default_for",
         *("SliceLayout", "SwizzledSharedLayout", "allocate_shared_memory", "arange", "atomic_add", "atomic_max"),
         *("bfloat16", "cast", "cdiv", "constexpr", "convert_layout", "exp2", "expand_dims", "float16", "float32"),
         *("full", "int32", "int64", "load", "log2", "max", "maximum", "minimum", "num_programs", "program_id"),

@@ -34,7 +34,7 @@ def why_not_hopper(
     problem = Problem(
         q.shape[-1], v.shape[-1], k.shape[-3] if keys is None else keys, q.element_size(), unreadable is None
     )
-    reason = hopper_configs.why_not(direction, problem)
+    reason = hopper_configs.why_not(direction, problem, bool(inputs.softcap))
     if reason is None and unreadable is not None:
         i, x = unreadable
         return why_unreadable(("q", "k", "v", *("do",) * len(gradients))[i], x)

@@ -27,13 +27,15 @@ class Tiling:
 
     `reverse` walks from the last tile to the first; for dK and dV where `sweeps_heads` says no (causal), in each tile
     over a group's heads, from the last on too. The kernels for Hopper do, in the forward and for dK and dV; their dQ
-    takes blocks of keys from the first on.
+    takes blocks of keys from the first on. With `rounded_p` dS comes from probabilities in the inputs' precision, as
+    those kernels hand them over where warpgroups share keys.
     """
 
     block_m: int
     block_n: int
     fused_softmax: bool = True
     reverse: bool = False
+    rounded_p: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,11 @@ def _score_gradient(
     return ds * (1.0 - scores * scores) if options.softcap else ds
 
 
+def _of_scores(p: torch.Tensor, like: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """The probabilities that scores' gradients come from."""
+    return p.to(like.dtype).to(p.dtype) if tiling.rounded_p else p
+
+
 def backward_dq(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -245,7 +252,7 @@ def backward_dq(
         yield f"dP_{step}", dp
         p = _probabilities(scores, b_lse, keep(i_m, i_n, queries, keys, tiling, options, q.device), options)
         yield f"P_{step}", p
-        ds = _score_gradient(p, dp, b_delta, scores, options)
+        ds = _score_gradient(_of_scores(p, q, tiling), dp, b_delta, scores, options)
         yield f"dS_{step}", ds
         acc = acc + dot(ds.to(k.dtype), b_k, state)
         yield f"dQ_{step}", acc
@@ -294,7 +301,8 @@ def backward_dkdv(
         yield f"dV_{step}", acc_dv
         dp = dot(b_do, b_v.T, state)
         yield f"dP_{step}", dp
-        ds = _score_gradient(p, dp, tile(delta[head], i_m, tiling.block_m), scores, options)
+        b_delta = tile(delta[head], i_m, tiling.block_m)
+        ds = _score_gradient(_of_scores(p, q, tiling), dp, b_delta, scores, options)
         yield f"dS_{step}", ds
         acc_dk = acc_dk + dot(ds.to(q.dtype).T, b_q, state)
         yield f"dK_{step}", acc_dk

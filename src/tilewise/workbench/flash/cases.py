@@ -313,6 +313,26 @@ CASES = (
         window=(100, 0),
         sinks="off",
     ),
+    _case(
+        "long-192",
+        "300 tokens, D 192, Dv 128, 2 query heads for a KV head",
+        T=300,
+        H=4,
+        Hk=2,
+        D=192,
+        Dv=128,
+        causal=True,
+    ),
+    _case(
+        "long-packed-256",
+        "packed, D 256, Dv 192, no keys more than 150 before a query",
+        lengths=(270, 0, 300),
+        H=2,
+        Hk=1,
+        D=256,
+        Dv=192,
+        window=(150, -1),
+    ),
 )
 
 
@@ -362,12 +382,15 @@ SUITE = Suite(
         "long-packed",
         "long-sinks",
         "long-sinks-packed",
+        "long-192",
+        "long-packed-256",
     ),
     leave_out=(
         "T=300,H=2,D=64,causal=true",
         "lengths=300/150,H=2,Hk=1,D=64",
         "T=300,H=4,D=64,causal=true",
         "T=40,Tk=700,H=2,D=64",
+        "T=300,H=3,D=192,Dv=128,causal=true",
     ),
 )
 

@@ -112,7 +112,7 @@ class BackwardEntry(_Widths):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the tiles take, including dSᵀ twice."""
+        """Bytes that the tiles take, and dSᵀ twice, or Pᵀ and dSᵀ where warpgroups share the keys."""
         rows = self.config.slots * self.config.block_n + self.config.stages * self.config.block_m
         return self.element_size * (
             rows * (self.channels + self.values) + 2 * self.config.block_m * self.config.block_n

@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"causal": True, "packed": True},
     "windowed": {"left": 100, "right": 20, "packed": True},
+    "uncapped": {"left": 100, "right": 20, "scale": -0.5, "packed": True, "heads_k": 2, "sinks": True},
     "all": {"left": 100, "right": 20, "softcap": 30.0, "scale": -0.5, "packed": True, "sinks": True},
     "compressed-packed": {"strided": True, "packed": True},
 }
@@ -77,7 +78,7 @@ def _inputs(dtype: torch.dtype, channels: int, values: int, variant: str) -> lau
     packed, strided, tokens = options.pop("packed", False), options.pop("strided", False), options.pop("tokens", TOKENS)
     sinks = torch.empty(HEADS, dtype=dtype, device="meta") if options.pop("sinks", False) else None
     # Strided: one key per 16 queries, as in compressed attention, for groups of 4 heads.
-    keys, heads_k = (tokens // 4, 2) if strided else (tokens, HEADS)
+    keys, heads_k = (tokens // 4, 2) if strided else (tokens, options.pop("heads_k", HEADS))
     q = _rows(packed, tokens, HEADS, channels, dtype)
     k, v = (_rows(packed, keys, heads_k, width, dtype) for width in (channels, values))
     offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
@@ -141,7 +142,9 @@ def hopper_defaults(architecture: int, dtype: torch.dtype) -> list[Labelled]:
     """The usual problems that the Hopper kernels serve: empty on another architecture."""
     # At 64 channels the forward has other tiles for many keys.
     many = [one for one in hopper(architecture, dtype, 64, 64, "causal-long") if one.direction == "forward"]
-    return [*hopper(architecture, dtype, 64, 64, "causal"), *many, *hopper(architecture, dtype, 128, 128, "causal")]
+    widths = (128, 128), (192, 128), (256, 256)
+    wider = [one for width in widths for one in hopper(architecture, dtype, *width, "causal")]
+    return [*hopper(architecture, dtype, 64, 64, "causal"), *many, *wider]
 
 
 def hopper_configuration(entry: HopperEntry, label: str, architecture: int, dtype: torch.dtype) -> list[Labelled]:

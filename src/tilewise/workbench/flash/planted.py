@@ -6,6 +6,7 @@ from functools import partial
 
 from tilewise.verify.suite import Mutant
 from tilewise.workbench.flash.planted_sinks import HOPPER_SINKS, SINKS
+from tilewise.workbench.flash.planted_wide import HOPPER_WIDE
 
 _WORK, _BLOCKS, _GRADIENTS, _FWD, _BWD, _SUM, _REACH = (
     "_device.hopper.work",
@@ -194,7 +195,7 @@ HOPPER = (
         "hopper-forgotten-rescale",
         "earlier sums keep the old maximum",
         _FWD,
-        "acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)",
+        "acc = scale_rows(acc, rescale)",
         "acc = acc",
     ),
     _planted(
@@ -211,8 +212,8 @@ HOPPER = (
         "hopper-other-values",
         "a tile's probabilities meet the values of the next keys",
         _WORK,
-        "row + TILE.BLOCK_N, TILE.PACKED)",
-        "row + TILE.BLOCK_N + 8, TILE.PACKED)",
+        "row + TILE.BLOCK_N, TILE.BLOCK_DV",
+        "row + TILE.BLOCK_N + 8, TILE.BLOCK_DV",
     ),
     _planted(
         "hopper-last-unmasked",
@@ -369,8 +370,8 @@ HOPPER = (
         "hopper-half-stored",
         "dK of a block's first keys is stored for all of them",
         _BLOCKS,
-        "store_tile(given.dk, given.tiles.k.index(slot.stage * 2 + W)",
-        "store_tile(given.dk, given.tiles.k.index(slot.stage * 2)",
+        "store_tile(given.dk, given.tiles.k, i_tile,",
+        "store_tile(given.dk, given.tiles.k, slot.stage * TILES,",
     ),
     _planted(
         "hopper-packed-gradients",
@@ -381,4 +382,5 @@ HOPPER = (
     ),
     _planted("hopper-dq-unscaled", "dQ lacks the scale", _SUM, "b_dq * scale", "b_dq"),
     *HOPPER_SINKS,
+    *HOPPER_WIDE,
 )

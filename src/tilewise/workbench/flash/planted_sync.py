@@ -7,7 +7,7 @@ from functools import partial
 from tilewise.verify.suite import Mutant
 
 _planted = partial(Mutant, capability=(9, 0), simulated=True)
-_RING, _WORK, _BLOCKS, _GRADIENTS, _SEMAPHORE, _FWD, _BWD = (
+_RING, _WORK, _BLOCKS, _GRADIENTS, _SEMAPHORE, _FWD, _BWD, _WIDE = (
     "_device.hopper.ring",
     "_device.hopper.work",
     "_device.hopper.blocks",
@@ -15,6 +15,7 @@ _RING, _WORK, _BLOCKS, _GRADIENTS, _SEMAPHORE, _FWD, _BWD = (
     "_device.hopper.semaphore",
     "flash.hopper.fwd",
     "flash.hopper.bwd",
+    "_device.hopper.wide",
 )
 
 SYNC = (
@@ -50,29 +51,29 @@ SYNC = (
         "sync-released-early",
         "K and V are released before the product that reads V is done",
         _FWD,
-        "acc = warpgroup_mma_wait(0, deps=(acc_running,))\n    shared.steps.release(ring)",
-        "shared.steps.release(ring)\n    acc = warpgroup_mma_wait(0, deps=(acc_running,))",
+        "acc = wait_pieces(0, acc_running)\n    shared.steps.release(ring)",
+        "shared.steps.release(ring)\n    acc = wait_pieces(0, acc_running)",
     ),
     _planted(
         "sync-scores-not-awaited",
         "scores are used while their product may still run",
         _FWD,
-        "b_s = warpgroup_mma_wait(1, deps=(s_running,))",
-        "b_s = warpgroup_mma_wait(2, deps=(s_running,))",
+        "b_s = warpgroup_mma_wait(len(acc_running), deps=(s_running,))",
+        "b_s = warpgroup_mma_wait(len(acc_running) + 1, deps=(s_running,))",
     ),
     _planted(
         "sync-no-fence",
         "O is copied to memory without a fence after its threads' stores",
         _FWD,
-        "fence_async_shared()\n    thread_barrier()\n    store_tile(given.o",
-        "thread_barrier()\n    store_tile(given.o",
+        "fence_async_shared()\n    thread_barrier()\n    rows",
+        "thread_barrier()\n    rows",
     ),
     _planted(
         "sync-no-thread-barrier",
         "O is copied to memory before all threads have stored",
         _FWD,
-        "fence_async_shared()\n    thread_barrier()\n    store_tile(given.o",
-        "fence_async_shared()\n    store_tile(given.o",
+        "fence_async_shared()\n    thread_barrier()\n    rows",
+        "fence_async_shared()\n    rows",
     ),
     _planted(
         "sync-copy-not-awaited",
@@ -106,15 +107,15 @@ SYNC = (
         "sync-few-bytes",
         "the barrier of Q expects one warpgroup's bytes",
         _WORK,
-        "shared.items.expect(slot, GROUPS * given.q.block_type.nbytes)",
-        "shared.items.expect(slot, given.q.block_type.nbytes)",
+        "shared.items.expect(slot, GROUPS * tile_bytes",
+        "shared.items.expect(slot, tile_bytes",
     ),
     _planted(
         "sync-many-bytes",
         "a step expects V's bytes where only K comes",
         _WORK,
-        "(given.v.block_type.nbytes if HAS_V else 0)",
-        "given.v.block_type.nbytes",
+        "tile_bytes(given.v, TILE.BLOCK_DV) if HAS_V else 0",
+        "tile_bytes(given.v, TILE.BLOCK_DV)",
     ),
     _planted(
         "sync-message-early",
@@ -134,8 +135,8 @@ SYNC = (
         "sync-statistics-not-expected",
         "the barrier of Q does not expect the LSE's bytes",
         _BLOCKS,
-        "mbarrier.expect(q_full, given.q.block_type.nbytes + given.lse_log2.block_type.nbytes)",
-        "mbarrier.expect(q_full, given.q.block_type.nbytes)",
+        "TILE.BLOCK_D) + given.lse_log2.block_type.nbytes)",
+        "TILE.BLOCK_D))",
     ),
     _planted(
         "sync-gradients-not-written",
@@ -177,6 +178,62 @@ SYNC = (
         "dK is written over K before the other warpgroup is done with it",
         _BWD,
         "mbarrier.wait(exchange.finished.index(0), i_item & 1)",
+        "pass",
+    ),
+    _planted(
+        "sync-wide-weights-not-awaited",
+        "dS is computed before the other warpgroup's P is there",
+        _WIDE,
+        "mbarrier.wait(exchange.ready[WEIGHS].index(0), step.count & 1)",
+        "pass",
+    ),
+    _planted(
+        "sync-wide-gradients-not-awaited",
+        "dQ and dK are computed before the other warpgroup's dS is there",
+        _WIDE,
+        "mbarrier.wait(exchange.ready[DIFFERENTIATES].index(0), step.count & 1)",
+        "pass",
+    ),
+    _planted(
+        "sync-wide-some-weights",
+        "one warp says that P is there while others may still store theirs",
+        _WIDE,
+        "thread_barrier()\n    mbarrier.arrive(exchange.ready[WEIGHS]",
+        "mbarrier.arrive(exchange.ready[WEIGHS]",
+    ),
+    _planted(
+        "sync-wide-no-fence",
+        "products read dS without a fence after its threads' stores",
+        _WIDE,
+        "given.tiles.q.dtype))\n    fence_async_shared()",
+        "given.tiles.q.dtype))",
+    ),
+    _planted(
+        "sync-wide-one-buffer",
+        "dS takes P's place, which is stored anew while dS may still be read",
+        _WIDE,
+        "exchange.ds",
+        "exchange.p",
+    ),
+    _planted(
+        "sync-wide-queries-released-early",
+        "a query tile is released before the product that reads dO is done",
+        _WIDE,
+        "acc_dv = wait_pieces(1, acc_dv)\n    given.steps.release(ring)",
+        "given.steps.release(ring)\n    acc_dv = wait_pieces(1, acc_dv)",
+    ),
+    _planted(
+        "sync-wide-added-early",
+        "one warp says that dQ is added while others may still add",
+        _WIDE,
+        "stores the next.\n            thread_barrier()",
+        "stores the next.\n            pass",
+    ),
+    _planted(
+        "sync-wide-keys-overwritten",
+        "dK is written over K before the other warpgroup is done with it",
+        _WIDE,
+        "mbarrier.wait(given.exchange.finished.index(0), i_item & 1)",
         "pass",
     ),
     _planted(

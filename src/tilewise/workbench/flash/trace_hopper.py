@@ -1,8 +1,5 @@
 """Flash attention's kernels for Hopper, simulated: a CTA's warpgroups next to the simulation, in their own order of
 tiles.
-
-Their products run ahead: a step's scores are started in the step before, and its sum is ready in the step after. So
-values are told apart by the function that assigns them, not by the loop that they are in.
 """
 
 import dataclasses
@@ -17,14 +14,15 @@ from tilewise.ops._host import gluon
 from tilewise.ops._host.backend import as_if_on
 from tilewise.ops._host.program import run_all
 from tilewise.ops.flash import launch, simulate
-from tilewise.ops.flash.hopper.configs import ARCHITECTURE, BACKWARD, FORWARD
+from tilewise.ops.flash.hopper.configs import ARCHITECTURE, BACKWARD, FORWARD, is_wide
 from tilewise.ops.flash.reference import flash_attention
 from tilewise.ops.flash.simulate import Options, Tiling
-from tilewise.trace.record import Event, fault_of, record
+from tilewise.trace.record import fault_of, record
 from tilewise.trace.request import Request, Traced, arrays, entry_of, split_step
-from tilewise.trace.values import Lines, Values
+from tilewise.trace.values import Values
 from tilewise.verify.suite import make_fill
 from tilewise.workbench.flash.configs_hopper import SOFTCAP, BackwardEntry, Entry, ForwardEntry, entries
+from tilewise.workbench.flash.found import WIDE, Found, first_columns, of_backward, of_forward, of_wide
 from tilewise.workbench.flash.programs import FORWARD_ORDER, Case, find_rows, stored
 from tilewise.workbench.flash.trace import whole
 from tilewise.workbench.operator import Tracing, UsageError
@@ -38,89 +36,6 @@ ROWS = 64
 ORDER = ("Q", "S", "P", "dO", "dV", "dP", "dS", "dQ_part", "dK")
 BY_KEY, SCORES = ("K", "V", "dK", "dV"), ("S", "P", "dP", "dS")
 MAKERS = {"dQ_part": "the product of dS and K, of both warpgroups' keys"}
-
-
-class Found:
-    """A warpgroup's values under the simulation's names, and where they were assigned."""
-
-    def __init__(self) -> None:
-        self.values: Values = {}
-        self.lines: Lines = {}
-
-    def keep(self, name: str, event: Event | None, transposed: bool = False) -> None:
-        """The value of an event, if there was one."""
-        if event is not None:
-            self.values[name] = event.value.T if transposed else event.value
-            self.lines[name] = f"line {event.line}, in {event.function}"
-
-
-def of_forward(events: Sequence[Event]) -> Found:
-    """What a warpgroup computes of its first item."""
-    found, step = Found(), -1
-    keys = products = None
-    for event in events:
-        place = event.function, event.name
-        if event.name == "b_q" and "Q" not in found.values:
-            found.keep("Q", event)
-        elif place == ("start_scores", "b_kT"):
-            keys = event
-        elif place in (("attend_items", "b_s"), ("attend_tile", "b_s")):
-            products = event
-        elif place == ("probabilities", "b_s"):
-            if step < 0 or f"P_{step}" in found.values:
-                step += 1
-                found.keep(f"K_{step}", keys, transposed=True)
-                found.keep(f"S_pre_scaling_{step}", products)
-            found.keep(f"S_{step}", event)
-        elif event.function == "probabilities" and event.name in ("m", "b_p"):
-            found.keep(f"{'M' if event.name == 'm' else 'P'}_{step}", event)
-        elif place == ("probabilities", "l"):
-            # Four threads share a row.
-            found.keep(f"L_{step}", event._replace(value=event.value.sum(1)))
-        elif event.name == "b_v":
-            found.keep(f"V_{step}", event)
-        elif place == ("attend_tile", "acc"):
-            before = f"O_{step - 1}"
-            found.keep(before if before not in found.values else f"O_scale_{step}", event)
-        elif place == ("attend_item", "acc"):
-            found.keep(f"O_{step}", event)
-        elif place == ("write_rows", "b_lse"):
-            found.keep("LSE", event)
-        elif place == ("write_rows", "b_o"):
-            found.keep("O_final", event)
-            break
-    return found
-
-
-def of_backward(events: Sequence[Event]) -> Found:
-    """What a warpgroup computes of its half of a block of keys."""
-    found, step = Found(), -1
-    latest: dict[str, Event] = {}
-    for event in events:
-        place = event.function, event.name
-        latest[event.name] = event
-        if event.name in ("half.b_k", "half.b_v"):
-            name = "K" if event.name == "half.b_k" else "V"
-            if name not in found.values:
-                found.keep(name, event)
-        elif place == ("start_scores", "b_q"):
-            latest["Q"] = event
-        elif place == ("score_gradients", "dp_running"):
-            step += 1
-            found.keep(f"Q_{step}", latest.get("Q"))
-            found.keep(f"dO_{step}", latest.get("queries.b_do"))
-        elif place == ("score_gradients", "b_sT"):
-            found.keep(f"S_{step}", event, transposed=True)
-        elif place == ("score_gradients", "b_pT_or_dv") and f"P_{step}" not in found.values:
-            found.keep(f"P_{step}", latest.get("b_pT"), transposed=True)
-        elif place in (("score_gradients", "b_dpT"), ("score_gradients", "b_dsT")):
-            found.keep(f"{'dP' if event.name == 'b_dpT' else 'dS'}_{step}", event, transposed=True)
-        elif event.function == "add_products" and event.name in ADDED:
-            found.keep(f"{ADDED[event.name]}_{step}", event)
-    return found
-
-
-ADDED = {"acc_dv": "dV", "b_dq": "dQ_part", "acc_dk": "dK"}
 
 
 def trace(request: Request) -> tuple[list[Traced], dict[str, str]]:
@@ -185,7 +100,7 @@ def _forward(case: Case, entry: ForwardEntry, request: Request) -> list[Traced]:
         fault = fault_of(lambda: run_all([hopper_launch.forward_launch(case.inputs, o, lse, config)], o.device))
     traced = []
     for warpgroup in range(config.groups):
-        found = of_forward(recording.of_kernel("flash_fwd_hopper_kernel", warpgroup))
+        found = of_forward(recording.of_kernel("flash_fwd_hopper_kernel", warpgroup), entry.channels, entry.values)
         if "Q" in found.values:
             traced.append(_rows_of_queries(case, entry, request, found, warpgroup, fault))
     if fault and not traced:
@@ -251,9 +166,11 @@ def _backward(case: Case, do: torch.Tensor, entry: BackwardEntry, request: Reque
     of_keys = _Block(case, do, entry, lse_log2, delta, gradients)
     traced = []
     for warpgroup in range(2):
-        found = of_backward(recording.of_kernel("flash_bwd_hopper_kernel", warpgroup))
-        if "K" in found.values:
-            traced.append(of_keys.half(found, warpgroup, request.program, fault))
+        events = recording.of_kernel("flash_bwd_hopper_kernel", warpgroup)
+        wide = is_wide(entry.channels, entry.values)
+        found = of_wide(events, warpgroup, entry.channels, entry.values) if wide else of_backward(events)
+        if found.values:
+            traced.append(of_keys.part(found, warpgroup, request.program, fault))
     if fault and not traced:
         raise fault
     return traced if fault else [*traced, *(of_keys.queries(head, request.program) for head in range(HEADS))]
@@ -271,7 +188,7 @@ class _Block:
         delta: torch.Tensor,
         gradients: Sequence[torch.Tensor],
     ) -> None:
-        self._case, self._config = case, entry.config
+        self._case, self._config, self._wide = case, entry.config, is_wide(entry.channels, entry.values)
         self._dq, self._dk, self._dv = gradients
         self._group = HEADS // case.k.shape[2]
         self._do, self._lse_log2, self._delta = do, lse_log2, delta
@@ -284,15 +201,19 @@ class _Block:
         found = q, k, v, do, self._lse_log2[heads], self._delta[heads]
         return [x.to(torch.promote_types(x.dtype, kind)) for x in found]
 
-    def half(self, found: Found, warpgroup: int, program: int, fault: KernelFaultError | None) -> Traced:
-        """A warpgroup's half of the block that the CTA took, and half of the columns of what it adds to dQ."""
-        size = self._config.block_n // 2
-        head, start, _ = find_rows(found.values["K"], self._case.k, size)
-        block, rows = start - warpgroup * size, max(0, min(size, self._case.k.shape[1] - start))
+    def part(self, found: Found, warpgroup: int, program: int, fault: KernelFaultError | None) -> Traced:
+        """A warpgroup's part of the block that the CTA took: half of its keys and of the columns of what it adds to dQ;
+        or of all keys what it computes.
+        """
+        size = self._config.block_n if self._wide else self._config.block_n // 2
+        rows_of, tensor = ("K", self._case.k) if "K" in found.values else ("V", self._case.v)
+        head, start, _ = find_rows(found.values[rows_of], tensor, size)
+        block = start // self._config.block_n * self._config.block_n
+        rows = max(0, min(size, self._case.k.shape[1] - start))
         ends = {"dK_final": stored(self._dk, head, start, size), "dV_final": stored(self._dv, head, start, size)}
         values = found.values | ({} if fault else ends)
         simulation, exact = (
-            self._of_half(self._tensors(head, kind), block, slice(warpgroup * size, warpgroup * size + rows), warpgroup)
+            self._of_part(self._tensors(head, kind), block, slice(start - block, start - block + rows), warpgroup)
             for kind in (self._case.q.dtype, torch.float64)
         )
         return Traced(
@@ -302,7 +223,7 @@ class _Block:
             _like(values, simulation),
             simulation,
             exact,
-            sum(split_step(name)[0] == "S" for name in simulation),
+            sum(split_step(name)[0] == "dS" for name in simulation),
             ORDER,
             found.lines,
             turn="visit",
@@ -310,20 +231,22 @@ class _Block:
             fault=str(fault or ""),
         )
 
-    def _of_half(self, tensors: Sequence[torch.Tensor], block: int, keys: slice, warpgroup: int) -> Values:
-        tiling = Tiling(self._config.block_m, self._config.block_n, reverse=True)
+    def _of_part(self, tensors: Sequence[torch.Tensor], block: int, keys: slice, warpgroup: int) -> Values:
+        tiling = Tiling(self._config.block_m, self._config.block_n, reverse=True, rounded_p=self._wide)
         run: simulate.Program = simulate.backward_dkdv
         values = arrays(run(*tensors, block, tiling, self._case.options))
         result: Values = {}
-        columns = values["K"].shape[1] // 2
+        end = values["K"].shape[1]
+        half = first_columns(end) if self._wide else end // 2
+        columns = slice(half, end) if warpgroup else slice(0, half)
         for name, x in values.items():
-            base = split_step(name)[0]
+            base = split_step(name)[0].removesuffix("_final")
             if base == "dS":
                 # As products take it.
                 x = torch.from_numpy(x).to(tensors[0].dtype).double().numpy()
-                dq = x @ values["K"]
-                result[name.replace("dS", "dQ_part")] = dq[:, warpgroup * columns : (warpgroup + 1) * columns]
-            result[name] = x[keys] if base.removesuffix("_final") in BY_KEY else x[:, keys] if base in SCORES else x
+                result[name.replace("dS", "dQ_part")] = (x @ values["K"])[:, columns]
+            if not self._wide or base in WIDE[warpgroup]:
+                result[name] = x[keys] if base in BY_KEY else x[:, keys] if base in SCORES else x
         return result
 
     def queries(self, head: int, program: int) -> Traced:
@@ -331,7 +254,7 @@ class _Block:
         size = self._config.block_m
         start = program * size
         rows = min(size, self._case.q.shape[1] - start)
-        tiling = Tiling(size, self._config.block_n)
+        tiling = Tiling(size, self._config.block_n, rounded_p=self._wide)
         simulation, exact = (
             self._of_queries(kind, head, start, tiling) for kind in (self._case.q.dtype, torch.float64)
         )

@@ -20,6 +20,7 @@ from tilewise.ops._device.hopper.ring import (
     ring_at,
     store_tile,
     thread_barrier,
+    tile_bytes,
     tma_load,
 )
 from tilewise.ops._device.hopper.semaphore import (
@@ -62,9 +63,7 @@ class Workspace(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory for STAGES tiles of Q and dO with their rows' LSE and delta, and for both warpgroups' K and V of
-    SLOTS blocks.
-    """
+    """Shared memory for STAGES tiles of Q and dO with their rows' LSE and delta, and for K and V of SLOTS blocks."""
 
     q: Any
     k: Any
@@ -188,16 +187,17 @@ def locate_block(place, sizes, limits, offsets, TILE: gl.constexpr):
 @gluon.jit
 def fetch_keys(given, slot, block, TILE: gl.constexpr):
     """Post the CTA's next block, and start to read its K and V, once their slot is empty."""
-    HALF_N: gl.constexpr = TILE.BLOCK_N // 2
+    ROWS: gl.constexpr = given.k.block_type.shape[-2]
+    TILES: gl.constexpr = TILE.BLOCK_N // ROWS
     rows = HeadRows(block.i_b, block.i_h, block.start, block.n_keys)
     given.blocks.wait_empty(slot)
     post_block(given.mailbox, slot.stage, block)
-    given.blocks.expect(slot, 2 * (given.k.block_type.nbytes + given.v.block_type.nbytes))
+    given.blocks.expect(slot, TILES * (tile_bytes(given.k, TILE.BLOCK_D) + tile_bytes(given.v, TILE.BLOCK_DV)))
     full = given.blocks.full.index(slot.stage)
-    for W in gl.static_range(2):
-        row = (block.i_block * 2 + W) * HALF_N
-        load_tile(given.k, given.tiles.k.index(slot.stage * 2 + W), full, rows, row, TILE.PACKED)
-        load_tile(given.v, given.tiles.v.index(slot.stage * 2 + W), full, rows, row, TILE.PACKED)
+    for i in gl.static_range(TILES):
+        row = (block.i_block * TILES + i) * ROWS
+        load_tile(given.k, given.tiles.k, slot.stage * TILES + i, full, rows, row, TILE.BLOCK_D, TILE.PACKED)
+        load_tile(given.v, given.tiles.v, slot.stage * TILES + i, full, rows, row, TILE.BLOCK_DV, TILE.PACKED)
 
 
 @gluon.jit
@@ -207,11 +207,11 @@ def fetch_queries(given, ring, rows, row, o_row, TILE: gl.constexpr):
     q_full = given.steps.q_full.index(stage)
     do_full = given.steps.do_full.index(stage)
     given.steps.wait_empty(ring)
-    mbarrier.expect(q_full, given.q.block_type.nbytes + given.lse_log2.block_type.nbytes)
-    load_tile(given.q, given.tiles.q.index(stage), q_full, rows, row, TILE.PACKED)
+    mbarrier.expect(q_full, tile_bytes(given.q, TILE.BLOCK_D) + given.lse_log2.block_type.nbytes)
+    load_tile(given.q, given.tiles.q, stage, q_full, rows, row, TILE.BLOCK_D, TILE.PACKED)
     tma_load(given.lse_log2, [o_row], q_full, given.tiles.lse.index(stage))
-    mbarrier.expect(do_full, given.do.block_type.nbytes + given.delta.block_type.nbytes)
-    load_tile(given.do, given.tiles.do.index(stage), do_full, rows, row, TILE.PACKED)
+    mbarrier.expect(do_full, tile_bytes(given.do, TILE.BLOCK_DV) + given.delta.block_type.nbytes)
+    load_tile(given.do, given.tiles.do, stage, do_full, rows, row, TILE.BLOCK_DV, TILE.PACKED)
     tma_load(given.delta, [o_row], do_full, given.tiles.delta.index(stage))
 
 
@@ -262,17 +262,19 @@ def store_blocks(given, TILE: gl.constexpr):
     """The storing warp: dK and dV of block after block, from K's and V's buffers, once both warpgroups have written
     them.
     """
-    HALF_N: gl.constexpr = TILE.BLOCK_N // 2
+    ROWS: gl.constexpr = given.dk.block_type.shape[-2]
+    TILES: gl.constexpr = TILE.BLOCK_N // ROWS
     i_item = gl.to_tensor(0)
     block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 1)
     while block.i_block >= 0:
         rows = HeadRows(block.i_b, block.i_h, block.start, block.n_keys)
         slot = ring_at(i_item, TILE.SLOTS)
         mbarrier.wait(given.written.index(slot.stage), slot.phase)
-        for W in gl.static_range(2):
-            row = (block.i_block * 2 + W) * HALF_N
-            store_tile(given.dv, given.tiles.v.index(slot.stage * 2 + W), rows, row, TILE.PACKED)
-            store_tile(given.dk, given.tiles.k.index(slot.stage * 2 + W), rows, row, TILE.PACKED)
+        for i in gl.static_range(TILES):
+            row = (block.i_block * TILES + i) * ROWS
+            i_tile = slot.stage * TILES + i
+            store_tile(given.dv, given.tiles.v, i_tile, rows, row, TILE.BLOCK_DV, TILE.PACKED)
+            store_tile(given.dk, given.tiles.k, i_tile, rows, row, TILE.BLOCK_D, TILE.PACKED)
         # The copies read shared memory until then.
         tma.store_wait(0)
         given.blocks.release(slot)

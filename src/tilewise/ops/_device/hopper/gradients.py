@@ -22,10 +22,12 @@ from tilewise.ops._device.scores import cap_scores
 
 
 class Exchange(NamedTuple):
-    """Shared memory and mbarriers between the warpgroups: dSᵀ of both, double-buffered; a warpgroup's dSᵀ is there
-    (`ready`, by warpgroup); both are done with K; both have put dK and dV into a slot.
+    """Shared memory and mbarriers between the warpgroups: dSᵀ of both, double-buffered, or WIDE, one Pᵀ and one dSᵀ;
+    what a warpgroup puts there is there (`ready`, by warpgroup); both are done with K; both have put dK and dV into a
+    slot.
     """
 
+    p: Any
     ds: Any
     ready: Any
     finished: Any
@@ -65,8 +67,8 @@ class Half(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a block's sweep adds to dQ: this warpgroup's half of the accumulators and offsets in one, the accumulator
-    of visit 0, the first visit of `Visits`, and the block.
+    """Where a block's sweep adds to dQ: the accumulators from the columns on that are added, offsets in one of those,
+    the accumulator of visit 0, the first visit of `Visits`, and the block.
     """
 
     p_acc: Any
@@ -136,11 +138,25 @@ def add_values(acc_dv, b_pT, b_do):
 
 
 @gluon.jit
+def probabilities(b_sT, keys, ring, i_visit, given, ROWS: gl.constexpr, TILE: gl.constexpr):
+    """Pᵀ of a query tile and ROWS keys, masked if the visit is not whole; and the scores under it, after softcap."""
+    b_sT = cap_scores(b_sT, given.scales.score_scale)
+    b_sT_log2 = b_sT * given.scales.scale_log2
+    b_lse = given.tiles.lse.index(ring.stage).load(gl.SliceLayout(0, b_sT.type.layout))
+    b_pT = gl.exp2(b_sT_log2 - gl.expand_dims(b_lse, 0))
+    if (i_visit < keys.whole_low) | (i_visit >= keys.whole_high):
+        # As in `tile_and_head`.
+        i_tile = i_visit // given.group if TILE.GROUPED and not TILE.SWEEPS else i_visit
+        b_pT = mask_tile(b_pT, i_tile, keys, given.limits, TILE.BLOCK_M, ROWS)
+    return b_pT, b_sT
+
+
+@gluon.jit
 def score_gradients(zeros, b_sT, acc_dv, half, queries, ring, step, given, TILE: gl.constexpr):
     """dSᵀ of a query tile and a warpgroup's keys, and before it Pᵀ, both as products take them; AHEAD, dV with Pᵀ
     added, in flight, in place of Pᵀ.
 
-    Sᵀ is already computed if AHEAD. A visit that is not whole is masked.
+    Sᵀ is already computed if AHEAD.
     """
     scales = given.scales
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, zeros.s.type.layout)
@@ -151,15 +167,7 @@ def score_gradients(zeros, b_sT, acc_dv, half, queries, ring, step, given, TILE:
     dp_running = warpgroup_mma(half.b_v, queries.b_do.permute((1, 0)), zeros.s, use_acc=False, is_async=True)
     if not TILE.AHEAD:
         b_sT = warpgroup_mma_wait(1, deps=(s_running,))
-    b_sT = cap_scores(b_sT, scales.score_scale)
-    b_sT_log2 = b_sT * scales.scale_log2
-    b_lse = given.tiles.lse.index(ring.stage).load(ROW_LAYOUT)
-    b_pT = gl.exp2(b_sT_log2 - gl.expand_dims(b_lse, 0))
-    i_visit = step.i_visit
-    if (i_visit < half.whole_low) | (i_visit >= half.whole_high):
-        # As in `tile_and_head`.
-        i_tile = i_visit // given.group if TILE.GROUPED and not TILE.SWEEPS else i_visit
-        b_pT = mask_tile(b_pT, i_tile, half, given.limits, TILE.BLOCK_M, TILE.BLOCK_N // 2)
+    b_pT, b_sT = probabilities(b_sT, half, ring, step.i_visit, given, TILE.BLOCK_N // 2, TILE)
     b_pT_or_dv = b_pT.to(queries.b_do.dtype)
     if scales.score_scale is not None:
         b_pT = b_pT * (1.0 - b_sT * b_sT)
@@ -172,12 +180,14 @@ def score_gradients(zeros, b_sT, acc_dv, half, queries, ring, step, given, TILE:
 
 
 @gluon.jit
-def accumulator_offsets(BLOCK_M: gl.constexpr, HALF_D: gl.constexpr, DQ_LAYOUT: gl.constexpr):
-    """Where the elements of a half of dQ's columns lie in an accumulator, from the half's first on."""
+def accumulator_offsets(BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, RUN: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """Where the elements of COLUMNS of dQ's columns lie in an accumulator, from the first of them on: RUN of a row are
+    neighbours.
+    """
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, DQ_LAYOUT))
-    o_d = gl.arange(0, HALF_D, gl.SliceLayout(0, DQ_LAYOUT))
-    # [D / 8, M, 8]
-    return gl.expand_dims(o_m * 8, 1) + gl.expand_dims((o_d // 8) * (8 * BLOCK_M) + o_d % 8, 0)
+    o_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, DQ_LAYOUT))
+    # [D / RUN, M, RUN]
+    return gl.expand_dims(o_m * RUN, 1) + gl.expand_dims((o_d // RUN) * (RUN * BLOCK_M) + o_d % RUN, 0)
 
 
 @gluon.jit

@@ -1,10 +1,10 @@
 """What the Gluon kernels for Hopper share: tiles of rows through TMA, rings of buffers with their barriers, and a
 mailbox in shared memory; and names that changed from Triton 3.6 to 3.9.
 
-A tile is `rows` tokens of one head, all channels. Rows past the end of a sequence, and channels past the last, read as
-0 and are never written: the tensor memory accelerator (TMA) does that, for packed sequences too, whose neighbours' rows
-it never touches (`flash.hopper.launch` makes the descriptors and says how). So kernels need not zero what lies
-outside.
+A tile is `rows` tokens of one head, all channels: one matrix in shared memory, or several side by side (`pieces`). Rows
+past the end of a sequence, and channels past the last, read as 0 and are never written: the tensor memory accelerator
+(TMA) does that, for packed sequences too, whose neighbours' rows it never touches (`flash.hopper.launch` makes the
+descriptors and says how). So kernels need not zero what lies outside.
 
 A ring is STAGES buffers that one warp fills and other warps empty, in order. Every buffer has two mbarriers, full and
 empty (`Barriers`); every warp keeps its own position (`Ring`): which buffer comes next, and in which phase its barriers
@@ -66,35 +66,45 @@ class HeadRows(NamedTuple):
 
 
 @gluon.jit
-def load_tile(desc, buffer, barrier, rows, row, PACKED: gl.constexpr):
-    """Start to read `rows` from `row` on into `buffer`; `barrier` counts the bytes as they arrive."""
-    if PACKED:
-        tma_load(
-            desc,
-            [RAGGED_ROWS, rows.start + rows.n_rows, rows.i_h, RAGGED_ROWS - rows.n_rows + row, 0],
-            barrier,
-            buffer,
-        )
-    else:
-        tma_load(desc, [rows.i_b, rows.i_h, row, 0], barrier, buffer)
+def load_tile(desc, tiles, i_tile, barrier, rows, row, D: gl.constexpr, PACKED: gl.constexpr):
+    """Start to read D channels of `rows` from `row` on into a tile; `barrier` counts the bytes as they arrive."""
+    WIDTH: gl.constexpr = tiles.shape[-1]
+    for i in gl.static_range(D // WIDTH):
+        buffer = tiles.index(i_tile * (D // WIDTH) + i)
+        if PACKED:
+            end, o_row = rows.start + rows.n_rows, RAGGED_ROWS - rows.n_rows + row
+            tma_load(desc, [RAGGED_ROWS, end, rows.i_h, o_row, i * WIDTH], barrier, buffer)
+        else:
+            tma_load(desc, [rows.i_b, rows.i_h, row, i * WIDTH], barrier, buffer)
 
 
 @gluon.jit
-def store_tile(desc, buffer, rows, row, PACKED: gl.constexpr):
-    """Start to write `buffer` to `rows` from `row` on: what lies past the end stays as it is.
+def store_tile(desc, tiles, i_tile, rows, row, D: gl.constexpr, PACKED: gl.constexpr):
+    """Start to write a tile to `rows` from `row` on: what lies past the end stays as it is.
 
     Call `fence_async_shared` and `thread_barrier` first: one thread starts the copy of what all have written.
     """
-    if PACKED:
-        tma_store(desc, [RAGGED_ROWS, rows.start + rows.n_rows, rows.i_h, RAGGED_ROWS - rows.n_rows + row, 0], buffer)
-    else:
-        tma_store(desc, [rows.i_b, rows.i_h, row, 0], buffer)
+    WIDTH: gl.constexpr = tiles.shape[-1]
+    for i in gl.static_range(D // WIDTH):
+        buffer = tiles.index(i_tile * (D // WIDTH) + i)
+        if PACKED:
+            end, o_row = rows.start + rows.n_rows, RAGGED_ROWS - rows.n_rows + row
+            tma_store(desc, [RAGGED_ROWS, end, rows.i_h, o_row, i * WIDTH], buffer)
+        else:
+            tma_store(desc, [rows.i_b, rows.i_h, row, i * WIDTH], buffer)
 
 
 @gluon.jit
-def allocate_tiles(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT tiles of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+def allocate_tiles(desc, COUNT: gl.constexpr, D: gl.constexpr):
+    """Shared memory for COUNT tiles of D channels, whose pieces a descriptor is for."""
+    PIECES: gl.constexpr = COUNT * (D // desc.block_type.shape[-1])
+    return gl.allocate_shared_memory(desc.dtype, [PIECES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.constexpr_function
+def tile_bytes(desc, D):
+    """Bytes of a tile of D channels, whose pieces a descriptor is for."""
+    return desc.block_type.nbytes * (D // desc.block_type.shape[-1])
 
 
 @gluon.jit

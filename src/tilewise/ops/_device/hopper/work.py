@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.ops._device.hopper.ring import HeadRows, first_of_ring, load_tile, thread_barrier
+from tilewise.ops._device.hopper.ring import HeadRows, first_of_ring, load_tile, thread_barrier, tile_bytes
 from tilewise.ops._device.records import Window
 from tilewise.ops._device.rows import find_tile, sequence_bounds
 from tilewise.ops._device.scores import key_range
@@ -160,12 +160,14 @@ def fetch_step(given, ring, keys, row, HAS_K: gl.constexpr, HAS_V: gl.constexpr,
     """
     shared = given.shared
     shared.steps.wait_empty(ring)
-    shared.steps.expect(ring, (given.k.block_type.nbytes if HAS_K else 0) + (given.v.block_type.nbytes if HAS_V else 0))
+    K_BYTES: gl.constexpr = tile_bytes(given.k, TILE.BLOCK_D) if HAS_K else 0
+    V_BYTES: gl.constexpr = tile_bytes(given.v, TILE.BLOCK_DV) if HAS_V else 0
+    shared.steps.expect(ring, K_BYTES + V_BYTES)
     full = shared.steps.full.index(ring.stage)
     if HAS_K:
-        load_tile(given.k, shared.k.index(ring.stage), full, keys, row, TILE.PACKED)
+        load_tile(given.k, shared.k, ring.stage, full, keys, row, TILE.BLOCK_D, TILE.PACKED)
     if HAS_V:
-        load_tile(given.v, shared.v.index(ring.stage), full, keys, row + TILE.BLOCK_N, TILE.PACKED)
+        load_tile(given.v, shared.v, ring.stage, full, keys, row + TILE.BLOCK_N, TILE.BLOCK_DV, TILE.PACKED)
 
 
 @gluon.jit
@@ -176,11 +178,11 @@ def fetch_queries(given, slot, item, TILE: gl.constexpr):
     rows = HeadRows(item.i_b, item.i_h, item.start, item.n_queries)
     shared.items.wait_empty(slot)
     post_item(shared.mailbox, slot.stage, item)
-    shared.items.expect(slot, GROUPS * given.q.block_type.nbytes)
+    shared.items.expect(slot, GROUPS * tile_bytes(given.q, TILE.BLOCK_D))
     full = shared.items.full.index(slot.stage)
     for W in gl.static_range(GROUPS):
-        buffer = shared.q.index(slot.stage * GROUPS + W)
-        load_tile(given.q, buffer, full, rows, item.row + W * ROWS, TILE.PACKED)
+        i_tile = slot.stage * GROUPS + W
+        load_tile(given.q, shared.q, i_tile, full, rows, item.row + W * ROWS, TILE.BLOCK_D, TILE.PACKED)
 
 
 @gluon.jit

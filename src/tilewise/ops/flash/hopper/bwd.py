@@ -5,7 +5,7 @@ share every query tile that one warp fetches (`_device.hopper.blocks`). A warpgr
 so that Pᵀ and dSᵀ come out of wgmma in the registers where dV += Pᵀ dO and dK += dSᵀ Q need them. dSᵀ also goes through
 shared memory, and each warpgroup computes one half of the columns of dQ = dS K from the keys of both. It adds that half
 to an fp32 accumulator in global memory, whose private layout [D / 8, BLOCK_M, 8] lets a warp write 256 contiguous bytes
-straight from wgmma's registers.
+straight from wgmma's registers. WIDE, the warpgroups share the keys instead (`_device.hopper.wide`).
 
 Costs. FLOPs: 10 · BLOCK_M · BLOCK_N · D a step, with D = Dv. Bytes: a step reads BLOCK_M · (D + Dv) elements and adds
 4 · BLOCK_M · D bytes; K, V, dK and dV pass once. Shared memory: (SLOTS · BLOCK_N + STAGES · BLOCK_M) · (D + Dv)
@@ -88,6 +88,7 @@ from tilewise.ops._device.hopper.semaphore import (
     read_visits,
     whole_tiles,
 )
+from tilewise.ops._device.hopper.wide import PART, consume_wide_block, fours_layout
 from tilewise.ops._device.records import Limits
 
 # Sizes that change from call to call. Not group: of 1 it needs no division.
@@ -101,7 +102,7 @@ class BackwardTile(NamedTuple):
     BLOCK_DV: int
     BLOCK_M: int
     BLOCK_N: int
-    """Keys of a block, half of them for each warpgroup."""
+    """Keys of a block, half of them for each warpgroup unless WIDE."""
     STAGES: int
     """Query tiles in shared memory at a time."""
     SLOTS: int
@@ -117,6 +118,8 @@ class BackwardTile(NamedTuple):
     """Whether several query heads share a KV head."""
     SWEEPS: bool
     """Whether a block walks its query tiles once for each head of a group."""
+    WIDE: bool
+    """Whether the warpgroups share the keys: one sums dK, the other dV."""
 
 
 @gluon.jit
@@ -194,24 +197,32 @@ def consume_block(block, i_item, done, zeros, o_dq, given, W: gl.constexpr, TILE
 @gluon.jit
 def consume(given, W: gl.constexpr, TILE: gl.constexpr):
     """Warpgroup W: half of the keys of block after block, as the fetching warp posts them, and one half of dQ's
-    columns.
+    columns; WIDE, what `consume_wide_block` says.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    HALF_N: gl.constexpr = TILE.BLOCK_N // 2
-    HALF_D: gl.constexpr = TILE.BLOCK_D // 2
+    # Of the scores, and of what one product adds to dQ.
+    KEYS: gl.constexpr = TILE.BLOCK_N if TILE.WIDE else TILE.BLOCK_N // 2
+    COLUMNS: gl.constexpr = PART if TILE.WIDE else TILE.BLOCK_D // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = Zeros(
-        gl.zeros([HALF_N, BLOCK_M], gl.float32, S_LAYOUT),
-        gl.zeros([BLOCK_M, HALF_D], gl.float32, DQ_LAYOUT),
+        gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT),
+        gl.zeros([BLOCK_M, COLUMNS], gl.float32, DQ_LAYOUT),
     )
-    o_dq = accumulator_offsets(BLOCK_M, HALF_D, DQ_LAYOUT)
+    if TILE.WIDE:
+        o_dq = accumulator_offsets(BLOCK_M, COLUMNS, 16, fours_layout(BLOCK_M, COLUMNS))
+    else:
+        o_dq = accumulator_offsets(BLOCK_M, COLUMNS, 8, DQ_LAYOUT)
     i_item = gl.to_tensor(0)
     done = gl.to_tensor(0)
-    # Redundant: read_block's thread barrier, here. Others follow before the slot is released, in leave_gradients.
+    # Redundant: read_block's thread barrier, here. Others follow before the slot is released, in leave_gradients or
+    # leave_sums.
     block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 4)
     while block.i_block >= 0:
-        done = consume_block(block, i_item, done, zeros, o_dq, given, W, TILE)
+        if TILE.WIDE:
+            done = consume_wide_block(block, i_item, done, zeros, o_dq, given, W, TILE)
+        else:
+            done = consume_block(block, i_item, done, zeros, o_dq, given, W, TILE)
         i_item += 1
         # Redundant: as above.
         block = read_block(given.mailbox, given.blocks, ring_at(i_item, TILE.SLOTS), 4)
@@ -224,6 +235,13 @@ def tile_slots(n_tokens, n_batch, BLOCK: gl.constexpr, PACKED: gl.constexpr):
     if PACKED:
         slots = n_tokens // BLOCK + n_batch
     return slots
+
+
+@gluon.jit
+def allocate_scores(DTYPE: gl.constexpr, COUNT: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
+    """Shared memory for COUNT tiles of Pᵀ or dSᵀ."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, KEYS, QUERIES], LAYOUT)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -240,31 +258,35 @@ def flash_bwd_hopper_kernel(
     gl.static_assert(TILE.STAGES > 1 or not TILE.AHEAD)
     # Block 0 zeroes every accumulator, of one query head.
     gl.static_assert(not TILE.ZEROES_LAZILY or not (TILE.ORDERED or left is not None or TILE.GROUPED))
-    HALF_N: gl.constexpr = TILE.BLOCK_N // 2
+    gl.static_assert(not TILE.WIDE or (TILE.SLOTS == 1 and not TILE.AHEAD and scales.score_scale is None))
+    # Each warpgroup adds some columns of dQ.
+    gl.static_assert(not TILE.WIDE or TILE.BLOCK_D >= 2 * PART)
     # n_slots_q comes from the host: computed here, half of it would be hoisted out of all partitions, and held in a
     # register of the warpgroups, which have none to spare.
     n_slots_k = tile_slots(n_keys, n_batch, TILE.BLOCK_N, TILE.PACKED)
     n_heads_k = k.shape[-3]
     sizes = BlockSizes(n_batch, n_slots_k, n_slots_q, n_heads_k, group, n_queries, n_keys, together)
     limits = Limits(left, right)
-    q_tiles = allocate_tiles(q, TILE.STAGES)
-    do_tiles = allocate_tiles(do, TILE.STAGES)
-    k_tiles = allocate_tiles(k, 2 * TILE.SLOTS)
-    v_tiles = allocate_tiles(v, 2 * TILE.SLOTS)
-    lse_tiles = allocate_tiles(lse_log2, TILE.STAGES)
-    delta_tiles = allocate_tiles(delta, TILE.STAGES)
+    KEY_TILES: gl.constexpr = 1 if TILE.WIDE else 2
+    KEYS: gl.constexpr = TILE.BLOCK_N // KEY_TILES
+    q_tiles = allocate_tiles(q, TILE.STAGES, TILE.BLOCK_D)
+    do_tiles = allocate_tiles(do, TILE.STAGES, TILE.BLOCK_DV)
+    k_tiles = allocate_tiles(k, KEY_TILES * TILE.SLOTS, TILE.BLOCK_D)
+    v_tiles = allocate_tiles(v, KEY_TILES * TILE.SLOTS, TILE.BLOCK_DV)
+    lse_tiles = allocate_tiles(lse_log2, TILE.STAGES, TILE.BLOCK_M)
+    delta_tiles = allocate_tiles(delta, TILE.STAGES, TILE.BLOCK_M)
     tiles = Tiles(q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
-    ds = gl.allocate_shared_memory(
-        q.dtype, [4, HALF_N, TILE.BLOCK_M], gl.NVMMASharedLayout.get_default_for([HALF_N, TILE.BLOCK_M], q.dtype)
-    )
+    # Allocations of their own: in one, stores to either would wait for readers of the other.
+    p = allocate_scores(q.dtype, 1, KEYS, TILE.BLOCK_M) if TILE.WIDE else None
+    ds = allocate_scores(q.dtype, 1 if TILE.WIDE else 4, KEYS, TILE.BLOCK_M)
     mailbox = allocate_mailbox(TILE.SLOTS, MESSAGE_FIELDS, MESSAGE_SIZE)
     # A slot is full of K, V and a message; all single warps but the one that fetches release it.
     blocks = allocate_ring(TILE.SLOTS, 3 if TILE.ORDERED else 1)
     steps = StepBarriers(
         allocate_barriers(TILE.STAGES, 1), allocate_barriers(TILE.STAGES, 1), allocate_barriers(TILE.STAGES, 2)
     )
-    ready = (allocate_barriers(2, 1), allocate_barriers(2, 1))
-    exchange = Exchange(ds, ready, allocate_barriers(1, 2), allocate_barriers(TILE.SLOTS, 2))
+    ready = (allocate_barriers(KEY_TILES, 1), allocate_barriers(KEY_TILES, 1))
+    exchange = Exchange(p, ds, ready, allocate_barriers(1, 2), allocate_barriers(TILE.SLOTS, 2))
     order = Order(
         allocate_barriers(ORDER_STAGES, 1), allocate_barriers(ORDER_STAGES, 2), allocate_barriers(ORDER_STAGES, 1)
     )

@@ -1,8 +1,8 @@
 """Which calls the Gluon kernels for Hopper take, and their tiles: data, and pure functions of the problem.
 
 Chosen by what an H200 measured, and by compiling for sm_90 with the assembler of Triton 3.6: forward no spills, but for
-a few bytes at 256 channels and under softcap (those of later releases spill some hundred bytes in masked loops at 64),
-and shared memory that a CTA may have.
+a few bytes at 192 and 256 channels and under softcap (those of later releases spill some hundred bytes in masked loops
+at 64), and shared memory that a CTA may have.
 """
 
 from typing import Literal, NamedTuple
@@ -17,11 +17,11 @@ Order = Literal["fixed", "opened", "cleared"]
 
 ARCHITECTURE = 90
 # Channels padded to tiles: TMA fills with zeros.
-WIDTHS = (64, 128, 256)
-# Below the first, portable kernels have as much to do and less to set up; a backward of more than the second does not
-# fit the registers.
-NARROWEST = 33
-WIDEST: dict[Direction, int] = {"forward": 256, "backward": 128}
+WIDTHS = (64, 128, 192, 256)
+# Below the first, portable kernels have as much to do and less to set up.
+NARROWEST, WIDEST = 33, 256
+# Above this width, the sums of dK and dV of a warpgroup's own keys do not fit its registers: warpgroups share keys.
+OWN_KEYS = 128
 
 # Queries of one warpgroup of the forward.
 ROWS = 64
@@ -62,12 +62,19 @@ REGISTERS = {2: Registers(168, 240, 24), 3: Registers(128, 160, 32)}
 FORWARD: dict[tuple[int, int], Forward] = {
     (64, 64): Forward(128, 4, groups=3),
     (64, 128): Forward(128, 3),
+    (64, 192): Forward(64, 4),
     (64, 256): Forward(64, 3),
     (128, 64): Forward(128, 3),
     (128, 128): Forward(128, 2),
+    (128, 192): Forward(64, 2),
     (128, 256): Forward(64, 2),
+    (192, 64): Forward(64, 4, slots=1),
+    (192, 128): Forward(64, 3, slots=1),
+    (192, 192): Forward(64, 2, slots=1),
+    (192, 256): Forward(64, 2, slots=1),
     (256, 64): Forward(64, 3, slots=1),
     (256, 128): Forward(64, 2, slots=1),
+    (256, 192): Forward(64, 2, slots=1),
     (256, 256): Forward(64, 2, slots=1, o_in_q=True),
 }
 # With softcap, whose tanh takes registers: smaller tiles in place of those.
@@ -101,10 +108,36 @@ BACKWARD: dict[tuple[int, int], Backward] = {
     (64, 128): Backward(64, 128, 2),
     (128, 64): Backward(64, 128, 2),
     (128, 128): Backward(64, 128, 2),
+    (128, 192): Backward(64, 64, 3),
+    (128, 256): Backward(64, 64, 2),
+    (192, 64): Backward(64, 64, 3),
+    (192, 128): Backward(64, 64, 3),
+    (192, 192): Backward(64, 64, 3),
+    (192, 256): Backward(64, 64, 2),
+    (256, 64): Backward(64, 64, 3),
+    (256, 128): Backward(64, 64, 2),
+    (256, 192): Backward(64, 64, 2),
+    (256, 256): Backward(64, 64, 2),
 }
 
 
-def why_not(direction: Direction, problem: Problem) -> str | None:
+@cached
+def padded(channels: int) -> int:
+    """Channels padded to a tile."""
+    return next(width for width in WIDTHS if channels <= width)
+
+
+def piece(width: int) -> int:
+    """Channels of one matrix in shared memory, of a tile's: a power of two, as tensors must have."""
+    return width & -width
+
+
+def is_wide(channels: int, value_channels: int) -> bool:
+    """Whether warpgroups of the backward share the keys."""
+    return max(channels, value_channels) > OWN_KEYS
+
+
+def why_not(direction: Direction, problem: Problem, capped: bool) -> str | None:
     """Why keys and channels of a 16-bit problem are not for the Hopper kernels; None where they are."""
     channels, values = problem.channels, problem.value_channels
     if problem.keys <= TINY_KEYS:
@@ -113,17 +146,15 @@ def why_not(direction: Direction, problem: Problem) -> str | None:
     name = "D" if channels >= values else "Dv"
     if widest < NARROWEST:
         return f"{name} {widest}, below {NARROWEST}"
-    if widest > WIDEST[direction]:
-        return f"{direction} of {name} {widest}"
+    if widest > WIDEST:
+        return f"{name} {widest}"
     if (channels | values) % 8 != 0:
         return f"D {channels} or Dv {values} is not a multiple of 8"
+    if direction == "backward" and (padded(channels), padded(values)) not in BACKWARD:
+        return f"backward of D {channels} and Dv {values}"
+    if direction == "backward" and capped and is_wide(channels, values):
+        return f"backward of {name} {widest} under softcap"
     return None
-
-
-@cached
-def padded(channels: int) -> int:
-    """Channels padded to a tile."""
-    return next(width for width in WIDTHS if channels <= width)
 
 
 def choose_forward(channels: int, value_channels: int, keys: int, capped: bool, left: bool, right: bool) -> Forward:

@@ -27,16 +27,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewise.ops._device.hopper.pieces import (
+    add_product,
+    matrices,
+    multiply_rows,
+    piece,
+    scale_rows,
+    sums_layout,
+    wait_pieces,
+    zero_pieces,
+)
 from tilewise.ops._device.hopper.ring import (
     HeadRows,
     allocate_mailbox,
     allocate_ring,
     allocate_tiles,
-    as_matrix,
     first_of_ring,
     store_tile,
     thread_barrier,
@@ -167,7 +175,6 @@ def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
 
     The store of O is in flight when this returns.
     """
-    acc = state.acc
     m = state.m
     l = gl.convert_layout(gl.sum(state.l, 1), m.type.layout)
     if given.sinks is not None:
@@ -185,28 +192,27 @@ def write_rows(given, state, item, row, W: gl.constexpr, TILE: gl.constexpr):
     inverse = 1.0 / l
     if given.sinks is not None:
         inverse = inverse * rescale
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
-    b_o = acc * gl.expand_dims(inverse, 1)
-    o_tile = given.shared.o.index(W)
+    b_o = scale_rows(state.acc, inverse)
     if not TILE.O_IN_Q:
         # The copy of the last item's rows may still read the buffer.
         tma.store_wait(0)
     # One warp of four has waited for that, or for the last product with Q.
     thread_barrier()
-    as_matrix(o_tile, ROWS, TILE.BLOCK_DV).store(b_o.to(given.o.dtype))
+    for i in gl.static_range(len(b_o)):
+        piece(given.shared.o, W * len(b_o) + i).store(b_o[i].to(given.o.dtype))
     fence_async_shared()
     thread_barrier()
-    store_tile(given.o, o_tile, HeadRows(item.i_b, item.i_h, item.start, item.n_queries), row, TILE.PACKED)
+    rows = HeadRows(item.i_b, item.i_h, item.start, item.n_queries)
+    store_tile(given.o, given.shared.o, W, rows, row, TILE.BLOCK_DV, TILE.PACKED)
 
 
 @gluon.jit
-def start_scores(b_q, k_tile, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
+def start_scores(b_q, shared, i_k, TILE: gl.constexpr, S_LAYOUT: gl.constexpr):
     """S of a warpgroup's rows and a key tile, in flight."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    b_kT = as_matrix(k_tile, BLOCK_N, TILE.BLOCK_D).permute((1, 0))
     # [M, D] @ [D, N] -> [M, N]
-    return warpgroup_mma(b_q, b_kT, zero, use_acc=False, is_async=True)
+    return multiply_rows(b_q, shared.k, i_k, zero)
 
 
 @gluon.jit
@@ -216,16 +222,15 @@ def attend_tile(
     """One key tile: its scores and their softmax, and the product with the values of the tile before it."""
     shared = given.shared
     shared.steps.wait_full(ring)
-    s_running = start_scores(b_q, shared.k.index(ring.stage), TILE, S_LAYOUT)
-    b_v = as_matrix(shared.v.index(ring.stage), TILE.BLOCK_N, TILE.BLOCK_DV)
+    s_running = start_scores(b_q, shared, ring.stage, TILE, S_LAYOUT)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc_running = warpgroup_mma(b_p, b_v, state.acc, is_async=True)
-    b_s = warpgroup_mma_wait(1, deps=(s_running,))
+    acc_running = add_product(state.acc, b_p, shared.v, ring.stage)
+    b_s = warpgroup_mma_wait(len(acc_running), deps=(s_running,))
     p32, m, l, rescale = probabilities(b_s, state.m, state.l, item, o_m, o_key, given, MASKED, TILE)
-    acc = warpgroup_mma_wait(0, deps=(acc_running,))
+    acc = wait_pieces(0, acc_running)
     shared.steps.release(ring)
-    acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
-    b_p = gl.convert_layout(p32.to(b_q.dtype), b_p.type.layout)
+    acc = scale_rows(acc, rescale)
+    b_p = gl.convert_layout(p32.to(shared.v.dtype), b_p.type.layout)
     return Softmax(m, l, acc), b_p
 
 
@@ -255,7 +260,7 @@ def attend_item(b_s, state, b_q, item, tiles, o_m, ring, given, TILE: gl.constex
         b_s, state.m, state.l, item, o_m, (end - 1) * TILE.BLOCK_N, given, TILE.MASK_LAST, TILE
     )
     state = Softmax(m, l, state.acc)
-    b_p = gl.convert_layout(p32.to(b_q.dtype), gl.DotOperandLayout(0, state.acc.type.layout, 2))
+    b_p = gl.convert_layout(p32.to(shared.v.dtype), gl.DotOperandLayout(0, sums_layout(shared.v), 2))
     masked = gl.maximum(end - tiles.whole_end, 1)
     whole = gl.maximum(end - tiles.whole_first, masked)
     # Without a limit to the right only the last tile needs a mask there.
@@ -274,10 +279,8 @@ def attend_item(b_s, state, b_q, item, tiles, o_m, ring, given, TILE: gl.constex
             state, b_p = attend_tile(state, b_p, b_q, item, o_m, o_key, ring, given, True, TILE, S_LAYOUT)
             ring = ring.advance()
     shared.steps.wait_full(ring)
-    b_v = as_matrix(shared.v.index(ring.stage), TILE.BLOCK_N, TILE.BLOCK_DV)
     # [M, N] @ [N, DV] -> [M, DV]
-    acc = warpgroup_mma(b_p, b_v, state.acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = wait_pieces(0, add_product(state.acc, b_p, shared.v, ring.stage))
     shared.steps.release(ring)
     return Softmax(state.m, state.l, acc), ring.advance()
 
@@ -297,8 +300,8 @@ def begin_item(given, slot, ring, W: gl.constexpr, TILE: gl.constexpr, S_LAYOUT:
     ring = skip_steps(shared.steps, ring, end - own.end)
     if own.first < own.end:
         shared.steps.wait_full(ring)
-    b_q = as_matrix(shared.q.index(slot.stage * TILE.GROUPS + W), ROWS, TILE.BLOCK_D)
-    s_running = start_scores(b_q, shared.k.index(ring.stage), TILE, S_LAYOUT)
+    b_q = matrices(shared.q, slot.stage * TILE.GROUPS + W, TILE.BLOCK_D)
+    s_running = start_scores(b_q, shared, ring.stage, TILE, S_LAYOUT)
     return Begun(s_running, item, first, end, own), ring
 
 
@@ -309,9 +312,7 @@ def attend_items(given, W: gl.constexpr, TILE: gl.constexpr):
     """
     shared = given.shared
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    BLOCK_DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     ring = first_of_ring(TILE.STAGES)
     slot = first_of_ring(TILE.SLOTS)
     begun, ring = begin_item(given, slot, ring, W, TILE, S_LAYOUT)
@@ -321,11 +322,11 @@ def attend_items(given, W: gl.constexpr, TILE: gl.constexpr):
         row = item.row + W * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT))
-        state = Softmax(m, l, gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
+        state = Softmax(m, l, zero_pieces(ROWS, shared.v, TILE.BLOCK_DV))
         b_s = warpgroup_mma_wait(0, deps=(begun.s_running,))
         if own.first < own.end:
             o_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            b_q = as_matrix(shared.q.index(slot.stage * TILE.GROUPS + W), ROWS, TILE.BLOCK_D)
+            b_q = matrices(shared.q, slot.stage * TILE.GROUPS + W, TILE.BLOCK_D)
             state, ring = attend_item(b_s, state, b_q, item, own, o_m, ring, given, TILE, S_LAYOUT)
         elif begun.first < begun.end:
             # The step after the last tile, with its V.
@@ -357,10 +358,10 @@ def flash_fwd_hopper_kernel(
     # Writes: the items' rows of o and lse.
     # O is put where the first slot's Q was.
     gl.static_assert(TILE.SLOTS == 1 or not TILE.O_IN_Q)
-    q_tiles = allocate_tiles(q, TILE.SLOTS * TILE.GROUPS)
-    k_tiles = allocate_tiles(k, TILE.STAGES)
-    v_tiles = allocate_tiles(v, TILE.STAGES)
-    o_tiles = q_tiles if TILE.O_IN_Q else allocate_tiles(o, TILE.GROUPS)
+    q_tiles = allocate_tiles(q, TILE.SLOTS * TILE.GROUPS, TILE.BLOCK_D)
+    k_tiles = allocate_tiles(k, TILE.STAGES, TILE.BLOCK_D)
+    v_tiles = allocate_tiles(v, TILE.STAGES, TILE.BLOCK_DV)
+    o_tiles = q_tiles if TILE.O_IN_Q else allocate_tiles(o, TILE.GROUPS, TILE.BLOCK_DV)
     shared = Shared(
         q=q_tiles,
         k=k_tiles,

@@ -25,7 +25,17 @@ from tilewise.ops._host.symbol import cached, compute
 from tilewise.ops.flash.configs import Inputs
 from tilewise.ops.flash.hopper import configs as hopper_configs
 from tilewise.ops.flash.hopper.bwd import BackwardTile, flash_bwd_hopper_kernel
-from tilewise.ops.flash.hopper.configs import ROWS, Backward, Forward, Order, choose_backward, padded, sweeps_heads
+from tilewise.ops.flash.hopper.configs import (
+    ROWS,
+    Backward,
+    Forward,
+    Order,
+    choose_backward,
+    is_wide,
+    padded,
+    piece,
+    sweeps_heads,
+)
 from tilewise.ops.flash.hopper.fwd import ForwardTile, flash_fwd_hopper_kernel
 from tilewise.ops.flash.hopper.sum import (
     FinishTile,
@@ -146,12 +156,13 @@ def choose_order(inputs: Inputs, deterministic: bool) -> Order:
     To zero accumulators up front takes a pass over memory; where they are zeroed lazily, no block overtakes the first.
     """
     limited, grouped = inputs.right is not None, inputs.group > 1
-    wide, long = padded(inputs.q.shape[-1]) > 64, _mean_keys(inputs) >= FREE_KEYS
-    if deterministic or inputs.left is not None:
+    narrow, long = padded(inputs.q.shape[-1]) == 64, _mean_keys(inputs) >= FREE_KEYS
+    shares_keys = is_wide(inputs.q.shape[-1], inputs.v.shape[-1])
+    if deterministic or inputs.left is not None or shares_keys:
         return "fixed"
-    if long and limited and (wide or grouped):
+    if long and limited and (grouped or not narrow):
         return "cleared"
-    return "opened" if not grouped and (long or (limited and not wide)) else "fixed"
+    return "opened" if not grouped and (long or (limited and narrow)) else "fixed"
 
 
 def _slices(count: int, most: int) -> list[slice]:
@@ -218,6 +229,10 @@ def backward_launches(
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = gradients
     block_d, block_dv = padded(q.shape[-1]), padded(v.shape[-1])
+    piece_d, piece_dv = piece(block_d), piece(block_dv)
+    wide = is_wide(q.shape[-1], v.shape[-1])
+    # Each warpgroup has half of the keys, or all of them.
+    rows_k = block_n if wide else block_n // 2
     slots_q, slots_k = tile_slots(q.shape[-3], block_m, inputs.cu_q), tile_slots(k.shape[-3], block_n, inputs.cu_k)
     n_batch = batch_size(q, inputs.cu_q)
     # Packed sequences are processed in order: not all of their keys count together.
@@ -252,15 +267,15 @@ def backward_launches(
         "o_strides": row_strides(o.stride()),
         "do_strides": row_strides(do.stride()),
         "dlse_strides": None if dlse is None else lse_strides(dlse.stride()),
-        "TILE": PrepareTile(v.shape[-1], block_d, block_dv, block_m, ZEROES=order == "cleared"),
+        "TILE": PrepareTile(v.shape[-1], block_d, launching.power_of_2(block_dv), block_m, ZEROES=order == "cleared"),
     }
     main = {
-        "q": tile_descriptor(q, block_m, block_d),
-        "k": tile_descriptor(k, block_n // 2, block_d),
-        "v": tile_descriptor(v, block_n // 2, block_dv),
-        "do": tile_descriptor(do, block_m, block_dv),
-        "dk": tile_descriptor(dk, block_n // 2, block_d),
-        "dv": tile_descriptor(dv, block_n // 2, block_dv),
+        "q": tile_descriptor(q, block_m, piece_d),
+        "k": tile_descriptor(k, rows_k, piece_d),
+        "v": tile_descriptor(v, rows_k, piece_dv),
+        "do": tile_descriptor(do, block_m, piece_dv),
+        "dk": tile_descriptor(dk, rows_k, piece_d),
+        "dv": tile_descriptor(dv, rows_k, piece_dv),
         "lse_log2": _statistics(lse_log2, block_m),
         "delta": _statistics(delta, block_m),
         "workspace": Workspace(acc_dq, semaphores, counter),
@@ -286,6 +301,7 @@ def backward_launches(
             AHEAD=ahead,
             GROUPED=inputs.group > 1,
             SWEEPS=sweeps,
+            WIDE=wide,
         ),
         "num_warps": 4,
         "maxnreg": REGISTERS,
@@ -295,7 +311,7 @@ def backward_launches(
         "dq_strides": row_strides(dq.stride()),
         "cu_k": inputs.cu_k,
         "scale": inputs.scale,
-        "TILE": FinishTile(q.shape[-1], block_d, block_m, block_n),
+        "TILE": FinishTile(q.shape[-1], block_d, launching.power_of_2(block_d), block_m, block_n, wide),
     }
     return [
         Launch(flash_bwd_hopper_prepare_kernel, tiles, shared | of_queries | prepare),
@@ -357,6 +373,7 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
         q.shape[-1], v.shape[-1], k.shape[-3], bool(softcap), inputs.left is not None, inputs.right is not None
     )
     width, value_width = hopper_configs.padded(q.shape[-1]), hopper_configs.padded(v.shape[-1])
+    piece_d, piece_dv = piece(width), piece(value_width)
     n_tiles = tile_slots(q.shape[-3], config.block_m, inputs.cu_q)
     n_items = n_tiles * inputs.heads
     registers = hopper_configs.REGISTERS[config.groups]
@@ -379,11 +396,11 @@ def forward_launch(inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, config: F
     # The kernel's scale must be positive, so that it can take the row maximum first: SIGN goes into the scores.
     scale_log2 = (softcap or abs(scale) or 1.0) * math.log2(math.e)
     arguments = _order(inputs, n_items) | {
-        "q": tile_descriptor(q, ROWS, width),
-        "k": tile_descriptor(k, config.block_n, width),
+        "q": tile_descriptor(q, ROWS, piece_d),
+        "k": tile_descriptor(k, config.block_n, piece_d),
         "sinks": inputs.sinks,
-        "v": tile_descriptor(v, config.block_n, value_width),
-        "o": tile_descriptor(o, ROWS, value_width),
+        "v": tile_descriptor(v, config.block_n, piece_dv),
+        "o": tile_descriptor(o, ROWS, piece_dv),
         "lse": lse,
         "offsets": Offsets(inputs.cu_q, inputs.cu_k),
         "n_batch": batch_size(q, inputs.cu_q),

@@ -23,7 +23,8 @@ class PrepareTile(NamedTuple):
     """What the kernel before is compiled for."""
 
     DV: int
-    BLOCK_D: int
+    WIDTH: int
+    """Channels of an accumulator of dq."""
     BLOCK_DV: int
     BLOCK_M: int
     ZEROES: bool
@@ -34,9 +35,13 @@ class FinishTile(NamedTuple):
     """What the kernel after is compiled for."""
 
     D: int
+    WIDTH: int
+    """Channels of an accumulator."""
     BLOCK_D: int
     BLOCK_M: int
     BLOCK_N: int
+    WIDE: bool
+    """As in `BackwardTile`."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -66,9 +71,11 @@ def flash_bwd_hopper_prepare_kernel(
         tl.store(sinks.parts + i_slot, sink_gradient(sinks.x, i_h, b_delta, b_lse))
     tl.store(semaphores + pid, 0)
     if TILE.ZEROES:
-        ELEMENTS: tl.constexpr = TILE.BLOCK_M * TILE.BLOCK_D
-        o_acc = pid.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-        tl.store(acc_dq + o_acc, tl.zeros([ELEMENTS], tl.float32))
+        # A tensor has a power of two elements: 192 channels are three times 64.
+        PART: tl.constexpr = TILE.BLOCK_M * (TILE.WIDTH & -TILE.WIDTH)
+        for i in tl.static_range(0, TILE.BLOCK_M * TILE.WIDTH, PART):
+            o_acc = pid.to(tl.int64) * (TILE.BLOCK_M * TILE.WIDTH) + i + tl.arange(0, PART)
+            tl.store(acc_dq + o_acc, tl.zeros([PART], tl.float32))
     if pid == 0:
         tl.store(counter, 0)
 
@@ -90,8 +97,14 @@ def flash_bwd_hopper_finish_kernel(
     first, end = key_blocks(i_m, Tq, Tk, Limits(left, right), TILE.BLOCK_M, TILE.BLOCK_N)
     o_m = tl.arange(0, TILE.BLOCK_M)[:, None]
     o_d = tl.arange(0, TILE.BLOCK_D)[None, :]
-    # [D / 8, M, 8] as the backward kernel has it
-    o_acc = pid.to(tl.int64) * (TILE.BLOCK_M * TILE.BLOCK_D) + (o_d // 8 * (8 * TILE.BLOCK_M) + o_m * 8 + o_d % 8)
+    if TILE.WIDE:
+        # [D / 16, M, 4, 2, 2], as `wide.in_fours` has each 16 channels
+        o_column = o_d // 16 * (16 * TILE.BLOCK_M) + o_d % 8 // 2 * 4 + o_d // 8 % 2 * 2 + o_d % 2
+        o_tile = o_column + o_m * 16
+    else:
+        # [D / 8, M, 8]
+        o_tile = o_d // 8 * (8 * TILE.BLOCK_M) + o_m * 8 + o_d % 8
+    o_acc = pid.to(tl.int64) * (TILE.BLOCK_M * TILE.WIDTH) + o_tile
     n_summed = tl.where(first < end, Tq, 0)
     b_dq = tl.load(acc_dq + o_acc, mask=(i_m + o_m < n_summed) & (o_d < TILE.D), other=0.0)
     store_rows(Rows(dq, dq_strides, i_b, i_h, start_q, Tq), i_m, b_dq * scale, TILE.D, TILE.BLOCK_M, TILE.BLOCK_D)
